@@ -1,0 +1,490 @@
+"""The denoising chain as a tensor-only module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchrl_trudi.modules.distributions.gaussian import gaussian_log_prob
+from torchrl_trudi.modules.step_sizes import StepSizes, inverse_softplus
+
+__all__ = ["DenoisingChain", "DenoisingModel", "PathLogProb"]
+
+_LOG_2 = math.log(2.0)
+
+
+class DenoisingChain(NamedTuple):
+    """A chain and the kernels that produced it.
+
+    Fields:
+        latents (torch.Tensor): states ``x_0 .. x_N``, ``[*B, N + 1, A]``.
+        loc (torch.Tensor): means of ``x_1 .. x_N``, ``[*B, N, A]``.
+        scale (torch.Tensor): standard deviations, ``[N, A]``.
+    """
+
+    latents: torch.Tensor
+    loc: torch.Tensor
+    scale: torch.Tensor
+
+
+class PathLogProb(NamedTuple):
+    r"""Pieces of the log-probability surrogate (arXiv 2606.15260).
+
+    Fields:
+        log_prob (torch.Tensor): :math:`L = running + terminal`, ``[*B]``.
+        running (torch.Tensor): :math:`-(\log w + \log|\det|)`, ``[*B]``.
+        terminal (torch.Tensor): :math:`\log p_0(x_0)`, ``[*B]``.
+        log_weight (torch.Tensor): :math:`\log w = \sum_n \log B_n - \log F_n`, ``[*B]``.
+        log_det (torch.Tensor): log-Jacobian of the squashing into the action box, ``[*B]``.
+    """
+
+    log_prob: torch.Tensor
+    running: torch.Tensor
+    terminal: torch.Tensor
+    log_weight: torch.Tensor
+    log_det: torch.Tensor
+
+
+class DenoisingModel(nn.Module):
+    r"""An N-step denoising chain with a learned control (arXiv 2606.15260).
+
+    The chain discretises an Ornstein-Uhlenbeck process that leaves the prior
+    :math:`\mathcal N(\mu_0, \mathrm{diag}\, \sigma_0^2)` invariant, steered by a control :math:`u_\theta`:
+
+    .. math::
+        \mu_n(x) = x + \eta_n \big(-(x - \mu_0) / \sigma_0^2 + u_\theta(x, s, n)\big), \qquad
+        x_{n+1} = \mu_n(x_n) + \sqrt{2 \eta_n}\, \epsilon_n, \qquad \eta_{n,i} = \delta_n / f_i
+
+    with step sizes :math:`\delta_n` and frictions :math:`f_i = \mathrm{softplus}(\phi_i)`. The action
+    is :math:`\tanh(x_N)` mapped to the box ``[low, high]``. The module works on plain tensors; its
+    TensorDict front is :class:`~torchrl_trudi.modules.DiffusionActor`.
+
+    Args:
+        score_network (nn.Module): control ``u(latent [*B, A], observation [*B, O], step [*]) -> [*B, A]``.
+            A network with the three ``project_observation`` / ``project_steps`` /
+            ``forward_projected`` methods of :class:`~torchrl_trudi.modules.ScoreNetwork` sees the
+            observation once per chain instead of once per step.
+        action_dim (int): action size ``A``.
+        num_steps (int, optional): number of denoising steps ``N``. Defaults to ``8``.
+
+    Keyword Args:
+        step_sizes (StepSizes, optional): step sizes. Defaults to the fixed cosine schedule.
+        friction (str, optional): ``"per_dim"`` (one per action dimension) or ``"scalar"``.
+            Defaults to ``"per_dim"``.
+        learn_friction (bool, optional): whether the friction is a parameter (else a buffer).
+            Starts at 1. Defaults to ``True``.
+        init_std (float, optional): standard deviation of the prior. Defaults to ``2.5``.
+        learn_prior (bool, optional): learned mean and (softplus) standard deviation of the prior.
+            Defaults to ``False``.
+        backward_network (nn.Module, optional): learned control of the backward kernels, called at
+            ``(x_{n+1}, n + 1)``; same signature as ``score_network``. Defaults to ``None``
+            (uncontrolled).
+        low (torch.Tensor or float, optional): lower bounds of the action box, ``[A]`` or scalar.
+            Defaults to ``-1``.
+        high (torch.Tensor or float, optional): upper bounds. Defaults to ``1``.
+        device (torch.device, optional): device of the parameters.
+        dtype (torch.dtype, optional): dtype of the parameters.
+
+    Raises:
+        ValueError: sizes below 1, unknown ``friction``, ``init_std <= 0``, bounds that are not
+            finite or not ``low < high``, step sizes for another number of steps.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_trudi.modules import DenoisingModel, ScoreNetwork
+        >>> model = DenoisingModel(ScoreNetwork(2, 3, hidden_size=16), action_dim=2, num_steps=4)
+        >>> observation = torch.randn(5, 3)
+        >>> chain = model.sample(observation)
+        >>> chain.latents.shape, chain.loc.shape, chain.scale.shape
+        (torch.Size([5, 5, 2]), torch.Size([5, 4, 2]), torch.Size([4, 2]))
+        >>> loc, scale = model.score(observation, chain.latents)  # all steps in one call
+        >>> torch.testing.assert_close(loc, chain.loc)
+        >>> model.log_prob(observation, chain).log_prob.shape
+        torch.Size([5])
+    """
+
+    def __init__(
+        self,
+        score_network: nn.Module,
+        action_dim: int,
+        num_steps: int = 8,
+        *,
+        step_sizes: StepSizes | None = None,
+        friction: Literal["per_dim", "scalar"] = "per_dim",
+        learn_friction: bool = True,
+        init_std: float = 2.5,
+        learn_prior: bool = False,
+        backward_network: nn.Module | None = None,
+        low: torch.Tensor | float | None = None,
+        high: torch.Tensor | float | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        if action_dim < 1 or num_steps < 1:
+            raise ValueError(
+                f"action_dim and num_steps must be at least 1, got {action_dim} and {num_steps}."
+            )
+        if friction not in ("per_dim", "scalar"):
+            raise ValueError(f"friction must be 'per_dim' or 'scalar', got {friction!r}.")
+        if not init_std > 0:
+            raise ValueError(f"init_std must be positive, got {init_std}.")
+        if step_sizes is None:
+            step_sizes = StepSizes(num_steps, **factory)
+        elif step_sizes.num_steps != num_steps:
+            raise ValueError(
+                f"step_sizes are for {step_sizes.num_steps} steps, the chain has {num_steps}."
+            )
+        self.score_network = score_network
+        self.backward_network = backward_network
+        self.action_dim = action_dim
+        self.num_steps = num_steps
+        self.step_sizes = step_sizes
+        friction_raw = inverse_softplus(
+            torch.ones(action_dim if friction == "per_dim" else 1, **factory)
+        )
+        if learn_friction:
+            self.friction_raw = nn.Parameter(friction_raw)
+        else:
+            self.register_buffer("friction_raw", friction_raw)
+        self.learn_prior = learn_prior
+        std = torch.full((action_dim,), float(init_std), **factory)
+        if learn_prior:
+            self.prior_mean = nn.Parameter(torch.zeros(action_dim, **factory))
+            self.prior_std_raw = nn.Parameter(inverse_softplus(std))
+        else:
+            self.register_buffer("prior_std", std)
+        low, high = self._check_bounds(low, high)
+        self.register_buffer("low", low.to(std).expand(action_dim).clone())
+        self.register_buffer("high", high.to(std).expand(action_dim).clone())
+        # A Python flag, so that the usual box costs no affine map and no device sync.
+        self._unit_box = self._is_unit_box()
+        self.register_load_state_dict_post_hook(_refresh_unit_box)
+        self.register_buffer("_steps", torch.arange(num_steps + 1, **factory), persistent=False)
+
+    def _check_bounds(self, low, high) -> tuple[torch.Tensor, torch.Tensor]:
+        # float64: the check and the cast to the model's dtype see the bounds as given.
+        low, high = (
+            torch.as_tensor(default if bound is None else bound, dtype=torch.float64)
+            for bound, default in ((low, -1.0), (high, 1.0))
+        )
+        for name, bound in (("low", low), ("high", high)):
+            if bound.ndim > 1 or (bound.ndim == 1 and bound.shape[0] != self.action_dim):
+                raise ValueError(
+                    f"{name} must be a scalar or have shape [{self.action_dim}], "
+                    f"got {tuple(bound.shape)}."
+                )
+            if not bound.isfinite().all():
+                raise ValueError(f"The action box must be bounded, got {name}={bound.tolist()}.")
+        if not (low < high).all():
+            raise ValueError(
+                f"The action box needs low < high, got low={low.tolist()}, high={high.tolist()}."
+            )
+        return low, high
+
+    def _is_unit_box(self) -> bool:
+        return bool((self.low == -1).all() and (self.high == 1).all())
+
+    # -- kernels -----------------------------------------------------------------
+
+    def prior(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation of the prior, each ``[A]``."""
+        if self.learn_prior:
+            return self.prior_mean, F.softplus(self.prior_std_raw)
+        return torch.zeros_like(self.prior_std), self.prior_std
+
+    def friction(self) -> torch.Tensor:
+        """Friction ``f``, ``[A]``."""
+        # The floor only matters once softplus underflows; it keeps 1 / f finite.
+        floor = torch.finfo(self.friction_raw.dtype).tiny ** 0.25
+        return F.softplus(self.friction_raw).clamp_min(floor).expand(self.action_dim)
+
+    def kernel_coefficients(
+        self, step_sizes: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        r"""Coefficients of all kernels.
+
+        Args:
+            step_sizes (torch.Tensor, optional): step sizes ``[N]`` to use instead of the model's own.
+
+        Returns:
+            tuple of torch.Tensor: :math:`\eta` and :math:`\sqrt{2\eta}`, each ``[N, A]``.
+        """
+        sizes = self.step_sizes() if step_sizes is None else step_sizes
+        eta = sizes.unsqueeze(-1) / self.friction()
+        return eta, (2 * eta).sqrt()
+
+    def drift(self, latent: torch.Tensor) -> torch.Tensor:
+        """Uncontrolled drift ``-(x - mu_0) / sigma_0^2``, same shape as ``latent``."""
+        mean, std = self.prior()
+        return (mean - latent) / std.square()
+
+    def _control(
+        self, network: nn.Module, observation: torch.Tensor, steps: torch.Tensor
+    ) -> Callable[[torch.Tensor, int | None], torch.Tensor]:
+        """Control function of (latent, index), with all that does not depend on the latent hoisted.
+
+        ``index`` picks one step for a latent ``[*B, A]``; ``None`` evaluates all steps of a
+        latent ``[*B, N, A]`` in one call.
+        """
+        if hasattr(network, "forward_projected"):
+            observation_part = network.project_observation(observation)
+            step_part = network.project_steps(steps)
+
+            def control(latent: torch.Tensor, index: int | None) -> torch.Tensor:
+                if index is None:
+                    return network.forward_projected(
+                        latent, observation_part.unsqueeze(-2), step_part
+                    )
+                return network.forward_projected(latent, observation_part, step_part[index])
+
+        else:
+
+            def control(latent: torch.Tensor, index: int | None) -> torch.Tensor:
+                if index is None:
+                    repeated = observation.unsqueeze(-2).expand(
+                        *latent.shape[:-1], observation.shape[-1]
+                    )
+                    return network(latent, repeated, steps.expand(latent.shape[:-1]))
+                return network(latent, observation, steps[index])
+
+        return control
+
+    # -- sampling ----------------------------------------------------------------
+
+    def draw_noise(
+        self, batch_shape: torch.Size | tuple, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        """Standard normals for one chain per batch element, ``[*B, N + 1, A]``."""
+        return torch.randn(
+            *batch_shape,
+            self.num_steps + 1,
+            self.action_dim,
+            device=self.low.device,
+            dtype=self.low.dtype,
+            generator=generator,
+        )
+
+    def initial_latent(self, noise: torch.Tensor) -> torch.Tensor:
+        """``x_0`` from standard normals ``[*B, A]``; it carries no gradient."""
+        mean, std = self.prior()
+        return (mean + std * noise).detach()
+
+    def sample(
+        self,
+        observation: torch.Tensor,
+        noise: torch.Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> DenoisingChain:
+        """Draw a chain from the stochastic process.
+
+        The result is differentiable in the network, step sizes and friction through the whole chain.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+            noise (torch.Tensor, optional): standard normals ``[*B, N + 1, A]``; index 0 makes
+                ``x_0``, index ``n + 1`` the step from ``x_n``. Drawn if not given.
+
+        Keyword Args:
+            generator (torch.Generator, optional): random generator for the noise.
+
+        Returns:
+            DenoisingChain: latents, means and scales.
+
+        Raises:
+            ValueError: noise of another shape.
+        """
+        batch_shape = observation.shape[:-1]
+        if noise is None:
+            noise = self.draw_noise(batch_shape, generator)
+        expected = (*batch_shape, self.num_steps + 1, self.action_dim)
+        if tuple(noise.shape) != expected:
+            raise ValueError(f"noise must have shape {expected}, got {tuple(noise.shape)}.")
+        eta, scale = self.kernel_coefficients()
+        control = self._control(self.score_network, observation, self._steps[:-1])
+        latent = self.initial_latent(noise[..., 0, :])
+        latents, means = [latent], []
+        for n in range(self.num_steps):
+            mean = latent + eta[n] * (self.drift(latent) + control(latent, n))
+            latent = mean + scale[n] * noise[..., n + 1, :]
+            means.append(mean)
+            latents.append(latent)
+        return DenoisingChain(torch.stack(latents, -2), torch.stack(means, -2), scale)
+
+    def sample_detached(
+        self,
+        observation: torch.Tensor,
+        noise: torch.Tensor | None = None,
+        *,
+        initial_latent: torch.Tensor | None = None,
+        step_sizes: torch.Tensor | None = None,
+    ) -> DenoisingChain:
+        """Draw a chain whose means carry no gradient.
+
+        This is the path of the frozen policy in the reference estimator of the path KL. Gradients
+        flow only through the noise scale, and only if ``step_sizes`` require them.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+            noise (torch.Tensor, optional): standard normals ``[*B, N + 1, A]``.
+
+        Keyword Args:
+            initial_latent (torch.Tensor, optional): ``x_0`` ``[*B, A]``; by default made from
+                ``noise`` and this model's prior.
+            step_sizes (torch.Tensor, optional): step sizes ``[N]`` instead of the model's own.
+
+        Returns:
+            DenoisingChain: latents, detached means and scales.
+        """
+        if noise is None:
+            noise = self.draw_noise(observation.shape[:-1])
+        eta, scale = self.kernel_coefficients(step_sizes)
+        with torch.no_grad():
+            control = self._control(self.score_network, observation, self._steps[:-1])
+        latent = self.initial_latent(noise[..., 0, :]) if initial_latent is None else initial_latent
+        latents, means = [latent], []
+        for n in range(self.num_steps):
+            with torch.no_grad():
+                mean = latent + eta[n] * (self.drift(latent) + control(latent, n))
+            latent = mean + scale[n] * noise[..., n + 1, :]
+            means.append(mean)
+            latents.append(latent)
+        return DenoisingChain(torch.stack(latents, -2), torch.stack(means, -2), scale)
+
+    def sample_deterministic(
+        self,
+        observation: torch.Tensor,
+        initial_latent: torch.Tensor | None = None,
+        *,
+        score_scale: float = 1.0,
+    ) -> torch.Tensor:
+        r"""The noise-free chain :math:`x_{n+1} = x_n + \eta_n (-(x_n - \mu_0) / \sigma_0^2 + k\, u_\theta)`.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+            initial_latent (torch.Tensor, optional): ``x_0``, ``[*B, A]``. Defaults to the prior mean,
+                which makes the action a function of the observation alone.
+
+        Keyword Args:
+            score_scale (float, optional): factor ``k`` of the control. Defaults to ``1``.
+
+        Returns:
+            torch.Tensor: latents, ``[*B, N + 1, A]``.
+        """
+        eta, _ = self.kernel_coefficients()
+        control = self._control(self.score_network, observation, self._steps[:-1])
+        if initial_latent is None:
+            mean, _ = self.prior()
+            initial_latent = mean.expand(*observation.shape[:-1], self.action_dim)
+        latent = initial_latent
+        latents = [latent]
+        for n in range(self.num_steps):
+            latent = latent + eta[n] * (self.drift(latent) + score_scale * control(latent, n))
+            latents.append(latent)
+        return torch.stack(latents, -2)
+
+    # -- scoring -----------------------------------------------------------------
+
+    def score(
+        self,
+        observation: torch.Tensor,
+        latents: torch.Tensor,
+        *,
+        step_sizes: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kernels of this model at the states of a given chain, all steps in one batched call.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+            latents (torch.Tensor): chain ``[*B, N + 1, A]``, from any policy.
+
+        Keyword Args:
+            step_sizes (torch.Tensor, optional): step sizes ``[N]`` instead of the model's own.
+
+        Returns:
+            tuple of torch.Tensor: means ``[*B, N, A]`` and scales ``[N, A]``.
+        """
+        self._check_chain(latents)
+        eta, scale = self.kernel_coefficients(step_sizes)
+        control = self._control(self.score_network, observation, self._steps[:-1])
+        latent = latents[..., :-1, :]
+        return latent + eta * (self.drift(latent) + control(latent, None)), scale
+
+    def backward_mean(self, observation: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        """Means of the backward kernels ``B_n(x_n | x_{n+1})``, ``[*B, N, A]``.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``; read only by a learned backward control.
+            latents (torch.Tensor): chain ``[*B, N + 1, A]``.
+        """
+        eta, _ = self.kernel_coefficients()
+        latent = latents[..., 1:, :]
+        drift = self.drift(latent)
+        if self.backward_network is not None:
+            control = self._control(self.backward_network, observation, self._steps[1:])
+            drift = drift + control(latent, None)
+        return latent + eta * drift
+
+    def log_prob(self, observation: torch.Tensor, chain: DenoisingChain) -> PathLogProb:
+        r"""Log-probability surrogate ``L`` of a chain drawn from this model.
+
+        :math:`E[L | s] \ge E[\log \pi(a | s)]`; ``L`` stands for the log-probability of the action
+        everywhere (arXiv 2606.15260).
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+            chain (DenoisingChain): the chain with this model's means and scales at its states.
+
+        Returns:
+            PathLogProb: ``L`` and its pieces, each ``[*B]``.
+        """
+        latents, loc, scale = chain
+        forward = gaussian_log_prob(latents[..., 1:, :], loc, scale)
+        backward = gaussian_log_prob(
+            latents[..., :-1, :], self.backward_mean(observation, latents), scale
+        )
+        log_weight = (backward - forward).sum(-1)
+        log_det = self.log_det(latents[..., -1, :])
+        terminal = gaussian_log_prob(latents[..., 0, :], *self.prior())
+        running = -(log_weight + log_det)
+        return PathLogProb(running + terminal, running, terminal, log_weight, log_det)
+
+    def _check_chain(self, latents: torch.Tensor) -> None:
+        if latents.shape[-2:] != (self.num_steps + 1, self.action_dim):
+            raise ValueError(
+                f"A chain of this model has shape [*B, {self.num_steps + 1}, {self.action_dim}], "
+                f"got {tuple(latents.shape)}."
+            )
+
+    # -- squashing ---------------------------------------------------------------
+
+    def squash(self, latent: torch.Tensor) -> torch.Tensor:
+        """Action of a final latent: ``tanh``, then the affine map to ``[low, high]``; ``[*B, A]``."""
+        action = latent.tanh()
+        if self._unit_box:
+            return action
+        center, half = (self.high + self.low) / 2, (self.high - self.low) / 2
+        # Rounding of the affine map can leave the box by one ulp.
+        return torch.minimum(torch.maximum(center + half * action, self.low), self.high)
+
+    def log_det(self, latent: torch.Tensor) -> torch.Tensor:
+        r"""Log-Jacobian of :meth:`squash`: :math:`\sum_i 2 (\log 2 - x_i - \mathrm{softplus}(-2 x_i)) + \log\frac{h_i - l_i}{2}`, ``[*B]``."""
+        log_det = 2 * (_LOG_2 - latent - F.softplus(-2 * latent))
+        if not self._unit_box:
+            log_det = log_det + ((self.high - self.low) / 2).log()
+        return log_det.sum(-1)
+
+    def extra_repr(self) -> str:
+        return f"action_dim={self.action_dim}, num_steps={self.num_steps}"
+
+
+def _refresh_unit_box(module: DenoisingModel, incompatible_keys) -> None:
+    # The bounds are buffers: a loaded state may bring others than the constructor's.
+    module._unit_box = module._is_unit_box()

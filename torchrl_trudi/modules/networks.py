@@ -1,0 +1,216 @@
+"""Networks of the diffusion policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["ScoreNetwork", "StepEmbedding"]
+
+NormName = Literal["layer", "rms", "none"]
+ActivationName = Literal["gelu", "silu", "relu", "tanh", "elu", "mish"]
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    # nn.GELU() is the exact erf form, which the published score network uses.
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "elu": nn.ELU,
+    "mish": nn.Mish,
+}
+
+
+def make_activation(name: str) -> nn.Module:
+    """Activation module by name (one of ``ACTIVATIONS``); unknown names raise ValueError."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"Unknown activation {name!r}; choose one of {sorted(ACTIVATIONS)}.")
+    return ACTIVATIONS[name]()
+
+
+def make_norm(name: str, width: int, **factory) -> nn.Module:
+    """Normalisation module by name: ``"layer"``, ``"rms"`` or ``"none"``."""
+    if name == "layer":
+        return nn.LayerNorm(width, **factory)
+    if name == "rms":
+        return nn.RMSNorm(width, **factory)
+    if name == "none":
+        return nn.Identity()
+    raise ValueError(f"Unknown norm {name!r}; choose 'layer', 'rms' or 'none'.")
+
+
+class StepEmbedding(nn.Module):
+    r"""Embedding of the denoising step index.
+
+    Fourier features :math:`[\sin(w n + \psi), \cos(w n + \psi)]` of the raw index :math:`n` with
+    fixed frequencies :math:`w` and learned phases :math:`\psi` (zero at initialisation), followed by
+    Linear, GELU, Linear.
+
+    Args:
+        num_frequencies (int, optional): number of frequencies and hidden width. Defaults to ``32``.
+        out_dim (int, optional): embedding size. Defaults to ``16``.
+        activation (str, optional): activation name. Defaults to ``"gelu"``.
+
+    Keyword Args:
+        device (torch.device, optional): device of the parameters.
+        dtype (torch.dtype, optional): dtype of the parameters.
+    """
+
+    def __init__(
+        self,
+        num_frequencies: int = 32,
+        out_dim: int = 16,
+        activation: str = "gelu",
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.register_buffer("frequencies", torch.linspace(0.1, 100.0, num_frequencies, **factory))
+        self.phase = nn.Parameter(torch.zeros(num_frequencies, **factory))
+        self.mlp = nn.Sequential(
+            nn.Linear(2 * num_frequencies, num_frequencies, **factory),
+            make_activation(activation),
+            nn.Linear(num_frequencies, out_dim, **factory),
+        )
+
+    def forward(self, step: torch.Tensor) -> torch.Tensor:
+        """Embed step indices ``[*S]`` into ``[*S, out_dim]``."""
+        angle = step.to(self.phase.dtype).unsqueeze(-1) * self.frequencies + self.phase
+        return self.mlp(torch.cat([angle.sin(), angle.cos()], dim=-1))
+
+
+class ScoreNetwork(nn.Module):
+    r"""Control :math:`u_\theta(x, s, n)` of the denoising chain (arXiv 2606.15260).
+
+    An MLP on ``[latent, observation, step embedding]``: Linear, activation, then ``num_layers - 2``
+    times [Linear, norm, activation], then Linear. The output layer starts at 1e-8 times the default
+    initialisation, so that a fresh policy is ``tanh`` of the prior.
+
+    The first layer is linear in its three inputs separately. :meth:`project_observation` and
+    :meth:`project_steps` return its observation and step parts, which are the same for all steps of a
+    chain and for all samples; :meth:`forward_projected` finishes the evaluation. A chain of ``N``
+    steps so pays for the observation once. Parameters and ``state_dict`` are those of the plain
+    network on the concatenated input.
+
+    Args:
+        action_dim (int): latent (action) size ``A``.
+        obs_dim (int): observation size ``O``.
+
+    Keyword Args:
+        num_layers (int, optional): number of Linear layers including the output, at least 2.
+            Defaults to ``3``.
+        hidden_size (int, optional): width. Defaults to ``512``.
+        norm (str, optional): ``"layer"``, ``"rms"`` or ``"none"``, on the hidden layers after the
+            first. Defaults to ``"layer"``.
+        activation (str, optional): ``"gelu"`` (exact), ``"silu"``, ``"relu"``, ``"tanh"``, ``"elu"``
+            or ``"mish"``. Defaults to ``"gelu"``.
+        num_frequencies (int, optional): Fourier frequencies of the step embedding. Defaults to ``32``.
+        step_dim (int, optional): size of the step embedding. Defaults to ``16``.
+        output_gain (float, optional): factor on the output layer's initial weights.
+            Defaults to ``1e-8``.
+        output_clip (float, optional): the output is clamped to ``[-output_clip, output_clip]``;
+            ``None`` for no clamp. Defaults to ``1e4``.
+        device (torch.device, optional): device of the parameters.
+        dtype (torch.dtype, optional): dtype of the parameters.
+
+    Raises:
+        ValueError: sizes below 1, ``num_layers < 2``, unknown norm or activation.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_trudi.modules import ScoreNetwork
+        >>> net = ScoreNetwork(action_dim=2, obs_dim=3, hidden_size=16)
+        >>> net(torch.randn(5, 2), torch.randn(5, 3), torch.tensor(0)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        action_dim: int,
+        obs_dim: int,
+        *,
+        num_layers: int = 3,
+        hidden_size: int = 512,
+        norm: NormName = "layer",
+        activation: ActivationName = "gelu",
+        num_frequencies: int = 32,
+        step_dim: int = 16,
+        output_gain: float = 1e-8,
+        output_clip: float | None = 1e4,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_layers < 2:
+            raise ValueError(f"num_layers must be at least 2, got {num_layers}.")
+        for name, value in (
+            ("action_dim", action_dim),
+            ("obs_dim", obs_dim),
+            ("hidden_size", hidden_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        factory = {"device": device, "dtype": dtype}
+        self.action_dim = action_dim
+        self.obs_dim = obs_dim
+        self.output_clip = output_clip
+        self.step_embedding = StepEmbedding(num_frequencies, step_dim, **factory)
+        self.input = nn.Linear(action_dim + obs_dim + step_dim, hidden_size, **factory)
+        layers: list[nn.Module] = [make_activation(activation)]
+        for _ in range(num_layers - 2):
+            layers += [
+                nn.Linear(hidden_size, hidden_size, **factory),
+                make_norm(norm, hidden_size, **factory),
+                make_activation(activation),
+            ]
+        self.hidden = nn.Sequential(*layers)
+        self.output = nn.Linear(hidden_size, action_dim, **factory)
+        with torch.no_grad():
+            self.output.weight.mul_(output_gain)
+            self.output.bias.zero_()
+
+    def project_observation(self, observation: torch.Tensor) -> torch.Tensor:
+        """Observation part of the first layer, ``[*B, O] -> [*B, hidden_size]``."""
+        if observation.shape[-1] != self.obs_dim:
+            raise ValueError(
+                f"The score network was built for observations of size {self.obs_dim}, "
+                f"got {observation.shape[-1]} (shape {tuple(observation.shape)})."
+            )
+        start = self.action_dim
+        return F.linear(observation, self.input.weight[:, start : start + self.obs_dim])
+
+    def project_steps(self, step: torch.Tensor) -> torch.Tensor:
+        """Step part and bias of the first layer, ``[*S] -> [*S, hidden_size]``."""
+        weight = self.input.weight[:, self.action_dim + self.obs_dim :]
+        return F.linear(self.step_embedding(step), weight, self.input.bias)
+
+    def forward_projected(
+        self, latent: torch.Tensor, observation_part: torch.Tensor, step_part: torch.Tensor
+    ) -> torch.Tensor:
+        """Control from a latent ``[*B, A]`` and the two projected parts (broadcast)."""
+        hidden = F.linear(latent, self.input.weight[:, : self.action_dim])
+        out = self.output(self.hidden(hidden + observation_part + step_part))
+        if self.output_clip is None:
+            return out
+        return out.clamp(-self.output_clip, self.output_clip)
+
+    def forward(
+        self, latent: torch.Tensor, observation: torch.Tensor, step: torch.Tensor
+    ) -> torch.Tensor:
+        """Control at a denoising step.
+
+        Args:
+            latent (torch.Tensor): latent of shape ``[*B, A]``.
+            observation (torch.Tensor): (normalised) observation of shape ``[*B, O]``.
+            step (torch.Tensor): raw step index, integer or float, broadcastable to ``[*B]``.
+
+        Returns:
+            torch.Tensor: control of shape ``[*B, A]``.
+        """
+        return self.forward_projected(
+            latent, self.project_observation(observation), self.project_steps(step)
+        )

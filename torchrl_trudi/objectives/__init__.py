@@ -1,0 +1,13 @@
+from torchrl_trudi.objectives.functional import soft_td_lambda_return
+from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
+from torchrl_trudi.objectives.trudi import TruDiLoss
+from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
+
+__all__ = [
+    "PathKL",
+    "SOFT_TD_LAMBDA",
+    "SoftTDLambdaEstimator",
+    "TrajectoryKLProjection",
+    "TruDiLoss",
+    "soft_td_lambda_return",
+]

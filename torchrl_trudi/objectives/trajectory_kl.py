@@ -1,0 +1,388 @@
+"""Trust region over the denoising path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
+from tensordict.nn import dispatch
+from torch import nn
+from torchrl.objectives.common import LossModule
+
+from torchrl_trudi.modules.distributions.gaussian import KLName, gaussian_kl
+from torchrl_trudi.modules.tensordict_module import DiffusionActor
+
+__all__ = ["PathKL", "TrajectoryKLProjection"]
+
+Mode = Literal["switch", "penalty", "lagrangian", "none"]
+MODES = ("switch", "penalty", "lagrangian", "none")
+
+
+class PathKL(NamedTuple):
+    """Path KL of a batch of states.
+
+    Fields:
+        per_step (torch.Tensor): the chosen divergence of each step, mean over paths, ``[*B, N]``.
+        per_step_full (torch.Tensor): the full divergence of each step, detached, ``[*B, N]``.
+    """
+
+    per_step: torch.Tensor
+    per_step_full: torch.Tensor
+
+    @property
+    def kl(self) -> torch.Tensor:
+        """Path KL per state, ``[*B]``."""
+        return self.per_step.sum(-1)
+
+
+class TrajectoryKLProjection(LossModule):
+    r"""Trust region that holds a diffusion policy to the old one at every denoising step (arXiv 2606.15260).
+
+    The KL divergence of the path measures bounds that of the action distributions, and is a sum of
+    closed-form Gaussian terms along a path drawn from the old policy:
+
+    .. math::
+        \mathrm{kl}(s) = \sum_n \mathrm{KL}\big(F^{old}_n(\cdot | x_n) \,\|\, F^{new}_n(\cdot | x_n)\big),
+        \qquad x \sim \pi_{old}
+
+    How it enters the actor loss :math:`J` with the objective :math:`o(s)`, the bound
+    :math:`\epsilon` and the multiplier :math:`\beta`:
+
+    - ``"switch"``: :math:`J = \mathrm{mean}_s [\mathrm{kl}(s) < \epsilon\ ?\ o(s) : \beta\, \mathrm{kl}(s)]`,
+      the published gate: each state carries gradient through one branch.
+    - ``"lagrangian"``: :math:`J = \mathrm{mean}_s [o(s) + \beta\, \mathrm{kl}(s)]`, learned :math:`\beta`.
+    - ``"penalty"``: the same with :math:`\beta` fixed at ``init_multiplier``.
+    - ``"none"``: :math:`J = \mathrm{mean}_s\, o(s)`; the KL is only reported.
+
+    :math:`\beta` is kept in log space and moved by
+    :math:`J_\beta = -\beta\, \mathrm{sg}(\mathrm{mean}_s (\mathrm{kl}(s) - \epsilon))`.
+
+    Used alone, ``forward`` gives ``loss_trajectory_kl`` (zero for the states inside the bound in
+    ``"switch"`` mode) and ``loss_kl_multiplier``, to be added to any other actor loss. A loss that
+    has its objective per state calls :meth:`path_kl` and :meth:`combine`, as
+    :class:`~torchrl_trudi.objectives.TruDiLoss` does.
+
+    Args:
+        actor_network (DiffusionActor): the policy.
+
+    Keyword Args:
+        mode (str, optional): ``"switch"``, ``"penalty"``, ``"lagrangian"`` or ``"none"``.
+            Defaults to ``"switch"``.
+        kl (str, optional): ``"simplified"`` (published) or ``"full"``, see
+            :func:`~torchrl_trudi.modules.gaussian_kl`. Defaults to ``"simplified"``.
+        direction (str, optional): ``"forward"``, KL(old || new) on old paths, or ``"reverse"``,
+            full KL(new || old) on one differentiable new path, which needs ``old_policy="target"``.
+            Defaults to ``"forward"``.
+        bound (str, optional): ``"path"``: one bound on the sum over steps. ``"step"``: every step
+            is held to ``eps / N``, with a multiplier each. Defaults to ``"path"``.
+        eps (float, optional): the bound, in nats. Defaults to ``0.1``.
+        init_multiplier (float, optional): initial (or fixed) multiplier. Defaults to ``0.01``.
+        old_policy (str, optional): ``"recorded"``: the path, means and scales that the actor wrote
+            while collecting, so that one batched network call is all. ``"target"``: fresh paths from
+            a frozen copy of the actor, refreshed by :meth:`update_old_policy`; the reference
+            estimator. Defaults to ``"recorded"``.
+        num_paths (int, optional): fresh paths per state with ``"target"``. Defaults to ``1``.
+
+    Raises:
+        ValueError: an unknown choice, ``eps <= 0``, ``init_multiplier <= 0``, ``num_paths < 1``,
+            several paths with ``"recorded"``, or ``"reverse"`` with ``"recorded"`` (the recorded
+            path is the old policy's, and the old network is not in the batch).
+        KeyError: ``forward`` without the recorded entries.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_trudi.modules import DiffusionActor, ScoreNetwork
+        >>> from torchrl_trudi.objectives import TrajectoryKLProjection
+        >>> actor = DiffusionActor(
+        ...     2, score_network=ScoreNetwork(2, 3, hidden_size=16),
+        ...     return_chain=True, return_dist_params=True,
+        ... )
+        >>> with torch.no_grad():
+        ...     data = actor(TensorDict({"observation": torch.randn(4, 3)}, [4]))
+        >>> trust_region = TrajectoryKLProjection(actor, mode="lagrangian")
+        >>> losses = trust_region(data)
+        >>> bool(losses["kl"] < 1e-6)  # the policy has not moved yet
+        True
+        >>> (losses["loss_trajectory_kl"] + losses["loss_kl_multiplier"]).backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Tensordict keys that can be set with ``set_keys``.
+
+        Attributes:
+            chain (NestedKey): recorded chain. Defaults to the actor's.
+            loc (NestedKey): recorded means. Defaults to the actor's.
+            scale (NestedKey): recorded scales. Defaults to the actor's.
+        """
+
+        chain: NestedKey = ("denoising", "chain")
+        loc: NestedKey = ("denoising", "loc")
+        scale: NestedKey = ("denoising", "scale")
+
+    default_keys = _AcceptedKeys
+    actor_network: DiffusionActor
+    actor_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
+
+    def __init__(
+        self,
+        actor_network: DiffusionActor,
+        *,
+        mode: Mode = "switch",
+        kl: KLName = "simplified",
+        direction: Literal["forward", "reverse"] = "forward",
+        bound: Literal["path", "step"] = "path",
+        eps: float = 0.1,
+        init_multiplier: float = 0.01,
+        old_policy: Literal["recorded", "target"] = "recorded",
+        num_paths: int = 1,
+    ) -> None:
+        for name, value, choices in (
+            ("mode", mode, MODES),
+            ("kl", kl, ("simplified", "full")),
+            ("direction", direction, ("forward", "reverse")),
+            ("bound", bound, ("path", "step")),
+            ("old_policy", old_policy, ("recorded", "target")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+        if not (eps > 0 and init_multiplier > 0):
+            raise ValueError(
+                f"eps and init_multiplier must be positive, got {eps} and {init_multiplier}."
+            )
+        if num_paths < 1:
+            raise ValueError(f"num_paths must be at least 1, got {num_paths}.")
+        if old_policy == "recorded" and num_paths > 1:
+            raise ValueError(
+                f"A batch holds one recorded path per state; num_paths={num_paths} needs "
+                "old_policy='target'."
+            )
+        if old_policy == "recorded" and direction == "reverse":
+            raise ValueError(
+                "direction='reverse' evaluates the old network on a path of the new policy, which "
+                "needs old_policy='target'."
+            )
+        super().__init__()
+        self._in_keys = self._out_keys = None
+        self.convert_to_functional(
+            actor_network, "actor_network", create_target_params=old_policy == "target"
+        )
+        # The targets are refreshed by update_old_policy, not by a TargetNetUpdater.
+        self._has_update_associated["actor_network"] = True
+        self.mode, self.kl_type, self.direction = mode, kl, direction
+        self.bound, self.old_policy, self.num_paths = bound, old_policy, num_paths
+        self.num_steps = actor_network.num_steps
+        reference = next(actor_network.parameters())
+        size = 1 if bound == "path" else self.num_steps
+        log_multiplier = torch.full((size,), float(init_multiplier)).log().to(reference)
+        if mode in ("switch", "lagrangian"):
+            self.log_multiplier = nn.Parameter(log_multiplier)
+        else:
+            self.register_buffer("log_multiplier", log_multiplier)
+        self.register_buffer("eps", torch.tensor(float(eps)).to(reference))
+        keys = actor_network.tensor_keys
+        self.set_keys(chain=keys.chain, loc=keys.loc, scale=keys.scale)
+
+    def _forward_value_estimator_keys(self, **kwargs) -> None:
+        # No value estimator here; the input keys follow the names.
+        self._in_keys = None
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Keys that ``forward`` reads."""
+        if self._in_keys is None:
+            keys = list(self.actor_network.in_keys)
+            if self.old_policy == "recorded":
+                keys += [self.tensor_keys.chain, self.tensor_keys.loc, self.tensor_keys.scale]
+            self._in_keys = keys
+        return self._in_keys
+
+    @in_keys.setter
+    def in_keys(self, values) -> None:
+        self._in_keys = values
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """Keys of the output of ``forward``."""
+        if self._out_keys is None:
+            self._out_keys = ["loss_trajectory_kl", "loss_kl_multiplier", *self.metric_keys]
+        return self._out_keys
+
+    @out_keys.setter
+    def out_keys(self, values) -> None:
+        self._out_keys = values
+
+    metric_keys = ("kl", "kl_full", "kl_per_step", "kl_max", "gate_fraction", "kl_multiplier")
+
+    # -- the divergence ------------------------------------------------------------
+
+    @property
+    def multiplier(self) -> torch.Tensor:
+        """The multiplier ``beta``, ``[1]`` or ``[N]``."""
+        return self.log_multiplier.exp()
+
+    def path_kl(self, tensordict: TensorDictBase, noise: torch.Tensor | None = None) -> PathKL:
+        """Path KL between the old and the current policy at each state.
+
+        Args:
+            tensordict (TensorDictBase): states ``[*B]``, with the recorded chain if
+                ``old_policy="recorded"``.
+            noise (torch.Tensor, optional): standard normals of the fresh paths with ``"target"``:
+                ``[*B, num_paths, N + 1, A]``, without the ``num_paths`` dimension in the reverse
+                direction. Drawn if not given.
+
+        Returns:
+            PathKL: the divergence of every step.
+        """
+        if self.old_policy == "recorded":
+            return self._recorded_kl(tensordict)
+        if self.direction == "forward":
+            return self._target_kl(tensordict, noise)
+        return self._reverse_kl(tensordict, noise)
+
+    def _recorded_kl(self, tensordict: TensorDictBase) -> PathKL:
+        recorded = []
+        for role in ("chain", "loc", "scale"):
+            key = getattr(self.tensor_keys, role)
+            recorded.append(tensordict.get(key, None))
+            if recorded[-1] is None:
+                raise KeyError(
+                    f"The recorded {role} is not in the batch (key {key}): collect with a "
+                    "DiffusionActor built with return_chain=True and return_dist_params=True, or "
+                    "use old_policy='target'."
+                )
+        latents, loc_old, scale_old = recorded
+        with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
+            observation = self.actor_network.observation(tensordict)
+            loc, scale = self.actor_network.module.score(observation, latents)
+        return self._compare(loc_old, scale_old, loc, scale)
+
+    def _target_kl(self, tensordict: TensorDictBase, noise: torch.Tensor | None) -> PathKL:
+        actor = self.actor_network
+        observation = actor.observation(tensordict)
+        observation = observation.unsqueeze(-2).expand(
+            *observation.shape[:-1], self.num_paths, observation.shape[-1]
+        )
+        with self.actor_network_params.to_module(actor, preserve_module_state=False):
+            # Both kernels use the current step sizes, so that learned sizes do not count as a
+            # divergence of the controls; they then carry gradient through the old path's noise.
+            step_sizes = actor.module.step_sizes()
+            if noise is None:
+                noise = actor.module.draw_noise(observation.shape[:-1])
+            initial = actor.module.initial_latent(noise[..., 0, :])
+        with self.target_actor_network_params.to_module(actor, preserve_module_state=False):
+            old = actor.module.sample_detached(
+                observation, noise, initial_latent=initial, step_sizes=step_sizes
+            )
+        with self.actor_network_params.to_module(actor, preserve_module_state=False):
+            loc, scale = actor.module.score(observation, old.latents)
+        kl = self._compare(old.loc, old.scale, loc, scale)
+        return PathKL(kl.per_step.mean(-2), kl.per_step_full.mean(-2))
+
+    def _reverse_kl(self, tensordict: TensorDictBase, noise: torch.Tensor | None) -> PathKL:
+        actor = self.actor_network
+        with self.actor_network_params.to_module(actor, preserve_module_state=False):
+            observation = actor.observation(tensordict)
+            step_sizes = actor.module.step_sizes()
+            new = actor.module.sample(observation, noise)
+        with self.target_actor_network_params.to_module(actor, preserve_module_state=False):
+            loc_old, scale_old = actor.module.score(observation, new.latents, step_sizes=step_sizes)
+        kl = gaussian_kl(new.loc, new.scale, loc_old, scale_old, "full")
+        return PathKL(kl, kl.detach())
+
+    def _compare(self, loc_old, scale_old, loc, scale) -> PathKL:
+        per_step = gaussian_kl(loc_old, scale_old, loc, scale, self.kl_type)
+        if self.kl_type == "full":
+            return PathKL(per_step, per_step.detach())
+        with torch.no_grad():
+            return PathKL(per_step, gaussian_kl(loc_old, scale_old, loc, scale, "full"))
+
+    # -- the losses ------------------------------------------------------------------
+
+    def inside(self, kl: PathKL) -> torch.Tensor:
+        """Whether each state is strictly inside its bound, boolean ``[*B]``."""
+        if self.bound == "path":
+            return kl.kl < self.eps
+        return (kl.per_step < self.eps / self.num_steps).all(-1)
+
+    def penalty(self, kl: PathKL) -> torch.Tensor:
+        """The KL weighted by the detached multiplier, ``[*B]``."""
+        multiplier = self.multiplier.detach()
+        if self.bound == "path":
+            return multiplier * kl.kl
+        return (multiplier * kl.per_step).sum(-1)
+
+    def combine(self, objective: torch.Tensor, kl: PathKL) -> torch.Tensor:
+        """Join a per-state objective and the trust region.
+
+        Args:
+            objective (torch.Tensor): loss to minimise per state, ``[*B]``.
+            kl (PathKL): from :meth:`path_kl`.
+
+        Returns:
+            torch.Tensor: per-state loss, ``[*B]``.
+        """
+        if self.mode == "switch":
+            return torch.where(self.inside(kl), objective, self.penalty(kl))
+        if self.mode == "none":
+            return objective
+        return objective + self.penalty(kl)
+
+    def multiplier_loss(self, kl: PathKL) -> torch.Tensor:
+        """The dual loss ``J_beta``, a scalar; zero where the multiplier is fixed."""
+        if not self.log_multiplier.requires_grad:
+            return torch.zeros_like(self.eps)
+        per_step = kl.per_step.detach().reshape(-1, self.num_steps).mean(0)
+        if self.bound == "path":
+            violation = per_step.sum(-1, keepdim=True) - self.eps
+        else:
+            violation = per_step - self.eps / self.num_steps
+        return -(self.multiplier * violation).sum()
+
+    def metrics(self, kl: PathKL) -> dict[str, torch.Tensor]:
+        """Detached diagnostics: scalars, and ``kl_per_step`` ``[N]``."""
+        with torch.no_grad():
+            per_state = kl.kl.detach()
+            per_step = kl.per_step.detach().reshape(-1, self.num_steps).mean(0)
+            return {
+                "kl": per_state.mean(),
+                "kl_full": kl.per_step_full.sum(-1).mean(),
+                "kl_per_step": per_step,
+                "kl_max": per_state.max(),
+                "gate_fraction": self.inside(kl).to(per_state.dtype).mean(),
+                "kl_multiplier": self.multiplier.mean(),
+            }
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The trust region's losses and diagnostics.
+
+        Args:
+            tensordict (TensorDictBase): states, see :meth:`path_kl`.
+
+        Returns:
+            TensorDict: ``loss_trajectory_kl``, ``loss_kl_multiplier`` and the ``metric_keys``.
+        """
+        kl = self.path_kl(tensordict)
+        loss = self.combine(torch.zeros_like(kl.kl), kl).mean()
+        return TensorDict(
+            {
+                "loss_trajectory_kl": loss,
+                "loss_kl_multiplier": self.multiplier_loss(kl),
+                **self.metrics(kl),
+            }
+        )
+
+    @torch.no_grad()
+    def update_old_policy(self) -> None:
+        """Copy the current policy, buffers included, into the old one.
+
+        Call it once per iteration, before the first update. With ``old_policy="recorded"`` the old
+        policy is in the batch and there is nothing to copy.
+        """
+        if self.old_policy == "target":
+            self.target_actor_network_params.data.update_(self.actor_network_params.data)

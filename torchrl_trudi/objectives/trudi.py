@@ -1,0 +1,443 @@
+"""The TruDi loss: pathwise actor, HL-Gauss critic, duals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
+from tensordict.nn import dispatch
+from torch import nn
+from torchrl.objectives.common import LossModule
+from torchrl.objectives.utils import dispatch_value_estimator
+from torchrl.objectives.value import ValueEstimatorBase
+
+from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
+from torchrl_trudi.objectives.trajectory_kl import TrajectoryKLProjection
+from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA
+
+__all__ = ["TruDiLoss"]
+
+
+class TruDiLoss(LossModule):
+    r"""TruDi: pathwise maximum-entropy actor-critic with a trust region on the denoising path (arXiv 2606.15260).
+
+    Actor, on a fresh stochastic chain with surrogate log-probability :math:`L` (sg: stop gradient):
+
+    .. math::
+        J &= \mathrm{mean}_s\, \mathrm{combine}\big(\mathrm{sg}(\alpha) L - Q(s, a),\ \mathrm{kl}(s)\big) \\
+        J_\alpha &= \alpha\, \mathrm{sg}\big(A\, m_{ent} + \mathrm{mean}_s(-running)\big)
+
+    with ``combine`` and the multiplier's loss of
+    :class:`~torchrl_trudi.objectives.TrajectoryKLProjection`. Critic: cross-entropy to the HL-Gauss
+    targets of ``value_target`` plus ``aux_coeff`` times the squared error of the predicted next
+    embedding. The actor's loss holds the critic's parameters fixed.
+
+    ``forward`` gives all losses of a batch at once. The published loop steps the critic first and the
+    actor on the stepped critic: call :meth:`critic_loss` and :meth:`actor_loss` for that.
+
+    Args:
+        actor_network (DiffusionActor): the policy.
+        critic_network (HLGaussValueOperator): Q function. Any TensorDictModule that writes
+            ``value`` serves :meth:`actor_loss` alone.
+
+    Keyword Args:
+        trajectory_kl (TrajectoryKLProjection, optional): the trust region, built on
+            ``actor_network``. Defaults to ``TrajectoryKLProjection(actor_network)``.
+        init_temperature (float, optional): initial :math:`\alpha`. Defaults to ``0.01``.
+        learn_temperature (bool, optional): whether :math:`\alpha` is a parameter. Defaults to ``True``.
+        target_entropy_scale (float, optional): :math:`m_{ent}`; the target of :math:`-running` is
+            ``-target_entropy_scale`` per action dimension. Defaults to ``4.0``.
+        aux_coeff (float, optional): weight of the auxiliary loss. Defaults to ``1.0``.
+
+    Raises:
+        ValueError: ``init_temperature <= 0`` or ``aux_coeff < 0``; a trust region on another actor.
+        KeyError: missing entries in the batch.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_trudi.modules import (
+        ...     DiffusionActor, HLGaussCritic, HLGaussValueOperator, ScoreNetwork
+        ... )
+        >>> from torchrl_trudi.objectives import TruDiLoss
+        >>> actor = DiffusionActor(
+        ...     2, score_network=ScoreNetwork(2, 3, hidden_size=16),
+        ...     return_chain=True, return_dist_params=True,
+        ... )
+        >>> critic = HLGaussValueOperator(HLGaussCritic(5, -1.0, 1.0, hidden_size=16))
+        >>> loss = TruDiLoss(actor, critic)
+        >>> with torch.no_grad():
+        ...     data = actor(TensorDict({"observation": torch.randn(4, 3)}, [4]))
+        >>> data["value_target"] = torch.randn(4, 1)
+        >>> losses = loss(data)
+        >>> sorted(key for key in losses.keys() if key.startswith("loss_"))
+        ['loss_actor', 'loss_critic', 'loss_kl_multiplier', 'loss_temperature']
+        >>> sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Tensordict keys that can be set with ``set_keys``.
+
+        Attributes:
+            action (NestedKey): action. Defaults to the actor's.
+            value (NestedKey): the critic's value. Defaults to ``"state_action_value"``.
+            value_target (NestedKey): target of the value. Defaults to ``"value_target"``.
+            value_logits (NestedKey): the critic's logits. Defaults to ``("critic", "logits")``.
+            embedding (NestedKey): the critic's embedding; its next-state counterpart, as the
+                estimator writes it, is the auxiliary target. Defaults to ``("critic", "embedding")``.
+            next_embedding (NestedKey): the critic's prediction of it. Defaults to
+                ``("critic", "next_embedding")``.
+            mask (NestedKey): optional weights ``[*B, 1]`` of the critic's loss; the means still
+                divide by the batch size. Defaults to ``"mask"``.
+            advantage (NestedKey): for upstream estimators. Defaults to ``"advantage"``.
+            reward (NestedKey): Defaults to ``"reward"``.
+            done (NestedKey): Defaults to ``"done"``.
+            terminated (NestedKey): Defaults to ``"terminated"``.
+        """
+
+        action: NestedKey = "action"
+        value: NestedKey = "state_action_value"
+        value_target: NestedKey = "value_target"
+        value_logits: NestedKey = ("critic", "logits")
+        embedding: NestedKey = ("critic", "embedding")
+        next_embedding: NestedKey = ("critic", "next_embedding")
+        mask: NestedKey = "mask"
+        advantage: NestedKey = "advantage"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+
+    default_keys = _AcceptedKeys
+    default_value_estimator = SOFT_TD_LAMBDA
+    critic_network: HLGaussValueOperator
+    critic_network_params: TensorDictParams
+    target_critic_network_params: TensorDictParams
+    trajectory_kl: TrajectoryKLProjection
+
+    def __init__(
+        self,
+        actor_network: DiffusionActor,
+        critic_network: HLGaussValueOperator,
+        *,
+        trajectory_kl: TrajectoryKLProjection | None = None,
+        init_temperature: float = 0.01,
+        learn_temperature: bool = True,
+        target_entropy_scale: float = 4.0,
+        aux_coeff: float = 1.0,
+    ) -> None:
+        if not init_temperature > 0:
+            raise ValueError(f"init_temperature must be positive, got {init_temperature}.")
+        if not aux_coeff >= 0:
+            raise ValueError(f"aux_coeff must not be negative, got {aux_coeff}.")
+        if trajectory_kl is None:
+            trajectory_kl = TrajectoryKLProjection(actor_network)
+        elif trajectory_kl.actor_network is not actor_network:
+            raise ValueError("trajectory_kl must be built on the same actor_network.")
+        super().__init__()
+        self._in_keys = self._out_keys = None
+        self.trajectory_kl = trajectory_kl
+        self.convert_to_functional(critic_network, "critic_network")
+        reference = next(actor_network.parameters())
+        log_temperature = torch.full((1,), float(init_temperature)).log().to(reference)
+        if learn_temperature:
+            self.log_temperature = nn.Parameter(log_temperature)
+        else:
+            self.register_buffer("log_temperature", log_temperature)
+        self.target_entropy_scale = target_entropy_scale
+        self.register_coeff_buffer("aux_coeff", float(aux_coeff), device=reference.device)
+        names = {"action": actor_network.action_key}
+        if isinstance(critic_network, HLGaussValueOperator):
+            roles = ("value", "value_logits", "embedding", "next_embedding")
+            written = [key for key in critic_network.out_keys if key != "_"]
+            names.update(zip(roles, written, strict=False))
+        self.set_keys(**names)
+
+    # The actor's parameters are registered once, in the trust region.
+
+    @property
+    def actor_network(self) -> DiffusionActor:
+        """The policy."""
+        return self.trajectory_kl.actor_network
+
+    @property
+    def actor_network_params(self) -> TensorDictParams:
+        """The policy's parameters."""
+        return self.trajectory_kl.actor_network_params
+
+    @property
+    def target_actor_network_params(self) -> TensorDictParams:
+        """The old policy's parameters (``old_policy="target"``), else the detached current ones."""
+        return self.trajectory_kl.target_actor_network_params
+
+    # -- keys ------------------------------------------------------------------------
+
+    def _forward_value_estimator_keys(self, **kwargs) -> None:
+        if self._value_estimator is not None:
+            self._value_estimator.set_keys(**self._estimator_keys())
+        self._in_keys = None
+
+    def _estimator_keys(self) -> dict[str, NestedKey]:
+        names = ("advantage", "value_target", "value", "reward", "done", "terminated")
+        return {name: getattr(self.tensor_keys, name) for name in names}
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Keys that ``forward`` reads."""
+        if self._in_keys is None:
+            keys = list(self.trajectory_kl.in_keys)
+            for key in (
+                *self.critic_network.in_keys,
+                self.tensor_keys.action,
+                self.tensor_keys.value_target,
+            ):
+                if key not in keys:
+                    keys.append(key)
+            self._in_keys = keys
+        return self._in_keys
+
+    @in_keys.setter
+    def in_keys(self, values) -> None:
+        self._in_keys = values
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """Keys of the output of ``forward``."""
+        if self._out_keys is None:
+            self._out_keys = [
+                "loss_actor",
+                "loss_critic",
+                "loss_temperature",
+                "loss_kl_multiplier",
+                *self.trajectory_kl.metric_keys,
+                "entropy",
+                "temperature",
+                "saturation_fraction",
+                "value_cross_entropy",
+                "auxiliary_error",
+                "target_clip_fraction",
+            ]
+        return self._out_keys
+
+    @out_keys.setter
+    def out_keys(self, values) -> None:
+        self._out_keys = values
+
+    # -- parameters ------------------------------------------------------------------
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        r"""The temperature :math:`\alpha`, ``[1]``."""
+        return self.log_temperature.exp()
+
+    def get_temperature(self) -> torch.Tensor:
+        """Same as :attr:`temperature`, for the value estimator, which follows it."""
+        return self.temperature
+
+    def actor_parameters(self) -> Iterator[nn.Parameter]:
+        """The policy's trainable parameters."""
+        yield from self._trainable(self.actor_network_params)
+
+    def critic_parameters(self) -> Iterator[nn.Parameter]:
+        """The critic's trainable parameters."""
+        yield from self._trainable(self.critic_network_params)
+
+    def dual_parameters(self) -> Iterator[nn.Parameter]:
+        """Trainable temperature and multiplier, in log space."""
+        for dual in (self.log_temperature, self.trajectory_kl.log_multiplier):
+            if isinstance(dual, nn.Parameter):
+                yield dual
+
+    @staticmethod
+    def _trainable(params: TensorDictParams) -> Iterator[nn.Parameter]:
+        for param in params.values(True, True):
+            if isinstance(param, nn.Parameter) and param.requires_grad:
+                yield param
+
+    def actor_param_groups(
+        self, *, lr: float, dual_lr: float | None = None, weight_decay: float = 0.0
+    ) -> list[dict[str, Any]]:
+        """Optimiser groups of the actor's optimiser: the policy, and the duals without weight decay.
+
+        Weight decay on a log-dual pulls it to 1, whatever the constraint says.
+
+        Keyword Args:
+            lr (float): learning rate of the policy.
+            dual_lr (float, optional): learning rate of the duals. Defaults to ``lr``.
+            weight_decay (float, optional): weight decay of the policy. Defaults to ``0.0``.
+
+        Returns:
+            list of dict: for ``torch.optim.Adam(loss.actor_param_groups(lr=3e-4))``.
+        """
+        groups = [{"params": list(self.actor_parameters()), "lr": lr, "weight_decay": weight_decay}]
+        duals = list(self.dual_parameters())
+        if duals:
+            groups.append(
+                {"params": duals, "lr": lr if dual_lr is None else dual_lr, "weight_decay": 0.0}
+            )
+        return groups
+
+    def update_old_policy(self) -> None:
+        """See :meth:`TrajectoryKLProjection.update_old_policy`."""
+        self.trajectory_kl.update_old_policy()
+
+    # -- losses ------------------------------------------------------------------------
+
+    def actor_loss(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        noise: torch.Tensor | None = None,
+        kl_noise: torch.Tensor | None = None,
+    ) -> TensorDict:
+        """Losses of the actor and the duals.
+
+        Args:
+            tensordict (TensorDictBase): states ``[*B]`` with the actor's and critic's observations
+                and the recorded chain (unless ``old_policy="target"``).
+
+        Keyword Args:
+            noise (torch.Tensor, optional): standard normals of the sampled chain ``[*B, N + 1, A]``.
+            kl_noise (torch.Tensor, optional): those of the fresh old paths, see
+                :meth:`TrajectoryKLProjection.path_kl`.
+
+        Returns:
+            TensorDict: ``loss_actor``, ``loss_temperature``, ``loss_kl_multiplier`` and diagnostics.
+        """
+        actor = self.actor_network
+        with self.actor_network_params.to_module(actor, preserve_module_state=False):
+            action, _, log_prob = actor.rsample(tensordict, noise)
+        state = tensordict.select(
+            *(key for key in self.critic_network.in_keys if key != self.tensor_keys.action)
+        )
+        state.set(self.tensor_keys.action, action)
+        with self.critic_network_params.data.to_module(
+            self.critic_network, preserve_module_state=False
+        ):
+            value = self.critic_network(state).get(self.tensor_keys.value).squeeze(-1)
+        kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
+        objective = self.temperature.detach() * log_prob.log_prob - value
+        entropy = -log_prob.running.detach().mean()
+        gap = self.target_entropy_scale * action.shape[-1] + entropy
+        loss_temperature = (
+            (self.temperature * gap).sum()
+            if self.log_temperature.requires_grad
+            else torch.zeros_like(gap)
+        )
+        return TensorDict(
+            {
+                "loss_actor": self.trajectory_kl.combine(objective, kl).mean(),
+                "loss_temperature": loss_temperature,
+                "loss_kl_multiplier": self.trajectory_kl.multiplier_loss(kl),
+                **self.trajectory_kl.metrics(kl),
+                "entropy": entropy,
+                "temperature": self.temperature.detach().squeeze(),
+                "saturation_fraction": self._saturation(action.detach()),
+            }
+        )
+
+    def _saturation(self, action: torch.Tensor) -> torch.Tensor:
+        """Fraction of action entries within 1 % of a bound of the box."""
+        low, high = self.actor_network.module.low, self.actor_network.module.high
+        unit = 2 * (action - low) / (high - low) - 1
+        return (unit.abs() > 0.98).to(action.dtype).mean()
+
+    def critic_loss(self, tensordict: TensorDictBase) -> TensorDict:
+        """Loss of the critic.
+
+        Args:
+            tensordict (TensorDictBase): transitions ``[*B]`` with the critic's inputs,
+                ``value_target`` and, for the auxiliary loss, the next embedding. Rows whose next
+                embedding is not finite are left out of the auxiliary loss.
+
+        Returns:
+            TensorDict: ``loss_critic``, its detached parts ``value_cross_entropy`` and
+            ``auxiliary_error``, and ``target_clip_fraction``.
+        """
+        keys = self.tensor_keys
+        target = tensordict.get(keys.value_target, None)
+        if target is None:
+            raise KeyError(
+                f"No value target under {keys.value_target!r}: run loss.value_estimator on the "
+                "rollout before it is cut into minibatches."
+            )
+        target = target.detach().squeeze(-1)
+        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
+            out = self.critic_network(tensordict.select(*self.critic_network.in_keys))
+        support = self.critic_network.support
+        mask = tensordict.get(keys.mask, None)
+        mask = torch.ones_like(target) if mask is None else mask.to(target).squeeze(-1)
+        loss_value = (mask * support.cross_entropy(out.get(keys.value_logits), target)).mean()
+        loss_auxiliary = torch.zeros_like(loss_value)
+        following = tensordict.get("next", None)
+        goal = None if following is None else following.get(keys.embedding, None)
+        prediction = out.get(keys.next_embedding, None)
+        if goal is not None and prediction is not None:
+            valid = goal.isfinite().all(-1, keepdim=True)
+            # Selected before squaring: NaN * 0 is NaN in the gradient too.
+            error = torch.where(valid, prediction - goal.detach().nan_to_num(), 0.0)
+            loss_auxiliary = (mask * error.square().mean(-1)).mean()
+        return TensorDict(
+            {
+                "loss_critic": loss_value + self.aux_coeff * loss_auxiliary,
+                "value_cross_entropy": loss_value.detach(),
+                "auxiliary_error": loss_auxiliary.detach(),
+                "target_clip_fraction": support.clip_fraction(target),
+            }
+        )
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """All losses of a batch.
+
+        Without a ``value_target`` entry the input must be a rollout ``[*B, T]``, on which the value
+        estimator is run first.
+
+        Args:
+            tensordict (TensorDictBase): see :meth:`actor_loss` and :meth:`critic_loss`.
+
+        Returns:
+            TensorDict: losses under ``loss_*``, to be summed, and detached diagnostics.
+        """
+        if tensordict.get(self.tensor_keys.value_target, None) is None:
+            tensordict = tensordict.copy()
+            self.value_estimator(tensordict, params=self.critic_network_params)
+        return self.actor_loss(tensordict).update(self.critic_loss(tensordict))
+
+    # -- value estimator -----------------------------------------------------------------
+
+    def make_value_estimator(
+        self, value_type: Literal["soft_td_lambda"] | Any = None, **hyperparams
+    ) -> TruDiLoss:
+        """Build the value estimator.
+
+        Args:
+            value_type (str, type or ValueEstimatorBase, optional): ``"soft_td_lambda"``, an
+                estimator class (built on this loss) or instance. Defaults to ``"soft_td_lambda"``.
+            **hyperparams: arguments of the estimator, such as ``gamma`` and ``lmbda``.
+
+        Returns:
+            TruDiLoss: self.
+
+        Raises:
+            NotImplementedError: an upstream estimator of state values; this loss's critic is a Q
+                function.
+        """
+        if value_type is None:
+            value_type = self.default_value_estimator
+        if isinstance(value_type, ValueEstimatorBase):
+            self.value_type = type(value_type)
+            self._value_estimator = value_type
+        elif isinstance(value_type, type) and issubclass(value_type, ValueEstimatorBase):
+            self.value_type = value_type
+            self._value_estimator = value_type.for_loss(self, **hyperparams)
+        else:
+            dispatch_value_estimator(self, value_type, supported=[SOFT_TD_LAMBDA], **hyperparams)
+        self._value_estimator.set_keys(**self._estimator_keys())
+        return self
+
+    def _default_value_estimator(self) -> None:
+        self.make_value_estimator(self.default_value_estimator)

@@ -1,0 +1,283 @@
+"""Value estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
+from tensordict.nn import TensorDictModule, dispatch
+from torchrl.objectives.utils import register_value_estimator
+from torchrl.objectives.value import ValueEstimatorBase
+
+from torchrl_trudi.modules.tensordict_module import DiffusionActor
+from torchrl_trudi.objectives.functional import soft_td_lambda_return
+
+__all__ = ["SOFT_TD_LAMBDA", "SoftTDLambdaEstimator"]
+
+#: Name under which losses find the estimator: ``loss.make_value_estimator(SOFT_TD_LAMBDA)``.
+SOFT_TD_LAMBDA = "soft_td_lambda"
+
+
+@register_value_estimator(SOFT_TD_LAMBDA, default_kwargs={"gamma": 0.99, "lmbda": 0.95})
+class SoftTDLambdaEstimator(ValueEstimatorBase):
+    r"""Soft TD(:math:`\lambda`) targets of a state-action value (arXiv 2507.11019, 2606.15260).
+
+    For every step it draws :math:`a' \sim \pi(\cdot | s')` at the true next state, evaluates
+    :math:`Q(s', a')` and the log-probability, and applies
+    :func:`~torchrl_trudi.objectives.soft_td_lambda_return`. It writes ``value_target``, and under
+    ``"next"`` the action, its log-probability, the value and (if the critic has one) the embedding,
+    which the auxiliary loss regresses.
+
+    The next state of a terminal step is not used; where it is NaN, the root state takes its place in
+    the network calls and the next embedding is marked NaN, so that the auxiliary loss skips the row.
+    A NaN in the next state of any other step is an error.
+
+    Unlike its relatives in torchrl it writes no advantage: the pathwise actor loss needs none.
+
+    Keyword Args:
+        gamma (float): discount.
+        lmbda (float): trace decay.
+        value_network (TensorDictModule): Q function of ``(observation, action)``.
+        actor_network (DiffusionActor): the policy that draws ``a'``.
+        temperature (float or callable): entropy temperature, or a function without arguments that
+            returns it. Defaults to ``0.0``.
+        mask_terminal_entropy (bool, optional): see
+            :func:`~torchrl_trudi.objectives.soft_td_lambda_return`. Defaults to ``True``.
+        chunk_size (int, optional): largest number of transitions per network call; ``None`` for one
+            call. Defaults to ``None``.
+        device (torch.device, optional): device of the buffers.
+
+    Raises:
+        ValueError: ``gamma`` or ``lmbda`` outside of ``[0, 1]``, ``chunk_size < 1``, or (in
+            ``forward``) a NaN next state at a step that is not terminal.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_trudi.modules import (
+        ...     DiffusionActor, HLGaussCritic, HLGaussValueOperator, ScoreNetwork
+        ... )
+        >>> from torchrl_trudi.objectives import SoftTDLambdaEstimator
+        >>> actor = DiffusionActor(2, score_network=ScoreNetwork(2, 3, hidden_size=16))
+        >>> critic = HLGaussValueOperator(HLGaussCritic(5, -1.0, 1.0, hidden_size=16))
+        >>> estimator = SoftTDLambdaEstimator(
+        ...     gamma=0.99, lmbda=0.95, value_network=critic, actor_network=actor
+        ... )
+        >>> done = torch.zeros(4, 5, 1, dtype=torch.bool)
+        >>> data = TensorDict({"observation": torch.randn(4, 5, 3), "next": {
+        ...     "observation": torch.randn(4, 5, 3), "reward": torch.randn(4, 5, 1),
+        ...     "done": done, "terminated": done.clone()}}, [4, 5])
+        >>> estimator(data)["value_target"].shape
+        torch.Size([4, 5, 1])
+    """
+
+    def __init__(
+        self,
+        *,
+        gamma: float | torch.Tensor,
+        lmbda: float | torch.Tensor,
+        value_network: TensorDictModule,
+        actor_network: DiffusionActor,
+        temperature: float | Callable[[], torch.Tensor] = 0.0,
+        mask_terminal_entropy: bool = True,
+        chunk_size: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        for name, rate in (("gamma", gamma), ("lmbda", lmbda)):
+            if not 0 <= float(rate) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {rate}.")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        super().__init__(value_network=value_network, device=device)
+        self.__dict__["actor_network"] = actor_network
+        self.__dict__["_temperature"] = temperature
+        self.register_buffer("gamma", torch.as_tensor(gamma, device=self._device))
+        self.register_buffer("lmbda", torch.as_tensor(lmbda, device=self._device))
+        self.mask_terminal_entropy = mask_terminal_entropy
+        self.chunk_size = chunk_size
+        if "state_action_value" in getattr(value_network, "out_keys", ()):
+            self.set_keys(value="state_action_value")
+
+    @classmethod
+    def for_loss(cls, loss_module, **hyperparams) -> SoftTDLambdaEstimator:
+        """Build the estimator on a loss's networks and temperature."""
+        hyperparams.setdefault("device", loss_module._default_device)
+        return cls(
+            value_network=loss_module.critic_network,
+            actor_network=loss_module.actor_network,
+            temperature=loss_module.get_temperature,
+            **hyperparams,
+        )
+
+    @property
+    def temperature(self) -> float | torch.Tensor:
+        """Current entropy temperature."""
+        value = self._temperature() if callable(self._temperature) else self._temperature
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Keys that ``forward`` reads."""
+        keys = self.tensor_keys
+        observations = self._observation_keys()
+        # Root observations stand in for the missing next ones of terminal steps.
+        return (
+            [("next", key) for key in (keys.reward, keys.done, keys.terminated)]
+            + [("next", *((key,) if isinstance(key, str) else key)) for key in observations]
+            + observations
+        )
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """Keys that ``forward`` writes."""
+        return [self.tensor_keys.value_target]
+
+    def _observation_keys(self) -> list[NestedKey]:
+        action_key = self.actor_network.action_key
+        keys = list(self.actor_network.in_keys)
+        keys += [k for k in self.value_network.in_keys if k != action_key and k not in keys]
+        return keys
+
+    def _next_states(
+        self, tensordict: TensorDictBase, terminated: torch.Tensor
+    ) -> tuple[TensorDict, torch.Tensor]:
+        """Observations of the true next states, and which rows have one."""
+        following = tensordict.get("next")
+        states = TensorDict({}, batch_size=tensordict.batch_size, device=tensordict.device)
+        present = torch.ones_like(terminated)
+        for key in self._observation_keys():
+            observation = following.get(key, None)
+            if observation is None:
+                raise KeyError(f"The next state has no entry {key!r}.")
+            missing = observation.isnan().flatten(terminated.ndim - 1).any(-1, keepdim=True)
+            present = present & ~missing
+            replace = missing.reshape(missing.shape + (1,) * (observation.ndim - missing.ndim))
+            states.set(key, torch.where(replace, tensordict.get(key), observation))
+        bad = ~present & ~terminated
+        if bad.any():
+            rows = bad.squeeze(-1).nonzero().tolist()
+            raise ValueError(
+                f"The next state is NaN at {len(rows)} steps that are not terminal (rows "
+                f"{rows[:8]}); the return cannot bootstrap there."
+            )
+        return states, present
+
+    @dispatch
+    def forward(
+        self,
+        tensordict: TensorDictBase,
+        *,
+        params: TensorDictBase | None = None,
+        target_params: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Compute the targets of a rollout.
+
+        Args:
+            tensordict (TensorDictBase): rollout ``[*B, T]`` (time is the dimension named
+                ``"time"``, or the last one).
+
+        Keyword Args:
+            params (TensorDictBase, optional): parameters of the value network.
+            target_params (TensorDictBase, optional): parameters for the next values, instead of
+                ``params``.
+
+        Returns:
+            TensorDictBase: the input, with ``value_target`` ``[*B, T, 1]`` and the entries under
+            ``"next"`` written.
+        """
+        if tensordict.batch_dims < 1:
+            raise RuntimeError(
+                f"Expected a rollout [*B, T], got batch_size={tensordict.batch_size}."
+            )
+        keys = self.tensor_keys
+        done = tensordict.get(("next", keys.done))
+        terminated = tensordict.get(("next", keys.terminated), default=done)
+        states, present = self._next_states(tensordict, terminated)
+        next_params = params if target_params is None else target_params
+        with torch.no_grad():
+            flat = states.reshape(-1)
+            size = flat.shape[0] if self.chunk_size is None else self.chunk_size
+            context = (
+                nullcontext()
+                if next_params is None
+                else next_params.data.to_module(self.value_network, preserve_module_state=False)
+            )
+            with context:
+                parts = [self._evaluate(part) for part in flat.split(size)]
+            evaluated = torch.cat(parts).reshape(tensordict.batch_size)
+        log_prob = evaluated.get("log_prob")
+        value = evaluated.get("value")
+        following = tensordict.get("next")
+        following.set(self.actor_network.action_key, evaluated.get("action"))
+        following.set(self.actor_network.tensor_keys.log_prob, log_prob.squeeze(-1))
+        following.set(keys.value, value)
+        embedding = evaluated.get("embedding", None)
+        if embedding is not None:
+            following.set(self._embedding_key, embedding.masked_fill(~present, torch.nan))
+        tensordict.set(
+            keys.value_target,
+            self.value_estimate(tensordict, next_value=value, next_log_prob=log_prob),
+        )
+        return tensordict
+
+    @property
+    def _embedding_key(self) -> NestedKey:
+        return self.value_network.out_keys[2]
+
+    def _evaluate(self, states: TensorDictBase) -> TensorDict:
+        action, _, log_prob = self.actor_network.rsample(states)
+        states = states.copy().set(self.actor_network.action_key, action)
+        self.value_network(states)
+        out = {
+            "action": action,
+            "log_prob": log_prob.log_prob.unsqueeze(-1),
+            "value": states.get(self.tensor_keys.value),
+        }
+        if len(self.value_network.out_keys) > 2:
+            out["embedding"] = states.get(self._embedding_key)
+        return TensorDict(out, batch_size=states.batch_size)
+
+    def value_estimate(
+        self,
+        tensordict: TensorDictBase,
+        target_params: TensorDictParams | None = None,
+        next_value: torch.Tensor | None = None,
+        next_log_prob: torch.Tensor | None = None,
+        time_dim: int | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        """Returns from given next values and log-probabilities.
+
+        Args:
+            tensordict (TensorDictBase): rollout ``[*B, T]``.
+            target_params: unused; for the signature of the base class.
+            next_value (torch.Tensor, optional): ``Q(s', a')`` ``[*B, T, 1]``. Defaults to the entry
+                that ``forward`` wrote.
+            next_log_prob (torch.Tensor, optional): ``L'`` ``[*B, T, 1]``, likewise.
+            time_dim (int, optional): time dimension.
+
+        Returns:
+            torch.Tensor: ``[*B, T, 1]``.
+        """
+        keys = self.tensor_keys
+        following = tensordict.get("next")
+        if next_value is None:
+            next_value = following.get(keys.value)
+        if next_log_prob is None:
+            next_log_prob = following.get(self.actor_network.tensor_keys.log_prob).unsqueeze(-1)
+        reward = following.get(keys.reward)
+        done = following.get(keys.done)
+        return soft_td_lambda_return(
+            self.gamma.to(reward),
+            self.lmbda.to(reward),
+            self.temperature,
+            next_value,
+            next_log_prob,
+            reward,
+            done,
+            following.get(keys.terminated, default=done),
+            mask_terminal_entropy=self.mask_terminal_entropy,
+            time_dim=self._get_time_dim(time_dim, tensordict),
+        )
