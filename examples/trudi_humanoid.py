@@ -1,0 +1,252 @@
+"""TruDi on Gymnasium's MuJoCo tasks (arXiv 2606.15260).
+
+    python examples/trudi_humanoid.py
+    python examples/trudi_humanoid.py task=halfcheetah seed=3 collector.total_frames=400_000
+
+Every option: ``python examples/trudi_humanoid.py --help``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from torchrl_trudi.trainers import (
+    TrainConfig,
+    check_overrides,
+    exit_on_config_error,
+    make_run_dir,
+    register_configs,
+    resolve_device,
+    validate,
+)
+
+CONFIG_DIR = Path(__file__).parent / "config"
+
+
+def train(config: TrainConfig) -> Path:
+    """Train and return the run directory."""
+    # Imported here, so that --help and a misspelt option answer at once.
+    import torch
+    from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+    from torchrl.collectors import Collector
+    from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+    from torchrl.envs import ExplorationType
+    from tqdm import tqdm
+
+    from torchrl_trudi.envs import get_observation_norm
+    from torchrl_trudi.record import ScalarWriter, evaluate, plot_learning_curve
+    from torchrl_trudi.trainers.builders import build_actor, build_critic, build_env, build_loss
+
+    device = resolve_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    torch.manual_seed(config.seed)
+
+    # The parts. Nothing is written before all of them could be built.
+    env = build_env(config)
+    norm = get_observation_norm(env) if config.env.normalize_observation else None
+    eval_env = build_env(
+        config,
+        num_envs=max(1, config.logger.eval_episodes),
+        seed=config.seed + 1_000_000,
+        observation_norm=norm,
+    )
+    actor = build_actor(config, env, device)
+    critic = build_critic(config, env, device)
+    loss = build_loss(config, actor, critic)
+    optim_actor = torch.optim.Adam(
+        loss.actor_param_groups(
+            lr=config.optim.lr,
+            dual_lr=config.optim.dual_lr,
+            weight_decay=config.optim.weight_decay,
+        )
+    )
+    optim_critic = torch.optim.Adam(
+        loss.critic_parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay
+    )
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
+        sampler=SamplerWithoutReplacement(),
+        batch_size=config.collector.frames_per_batch // config.optim.num_minibatches,
+    )
+    progress = {"frames": 0, "iterations": 0, "seconds": 0.0}
+    components = {"loss": loss, "optim_actor": optim_actor, "optim_critic": optim_critic}
+    if norm is not None:
+        components["observation_norm"] = norm
+    checkpoint = Checkpoint(**components, progress=progress, rng=GlobalRNGState())
+
+    # A new directory, or that of the run to be continued.
+    run_dir = make_run_dir(config.logger.dir, config, config.resume)
+    rotation = CheckpointRotation(run_dir / "checkpoints", keep_last=config.logger.keep_checkpoints)
+    collector = Collector(
+        env,
+        actor,
+        frames_per_batch=config.collector.frames_per_batch,
+        total_frames=-1,
+        policy_device=device,
+        env_device="cpu",
+        storing_device=device,
+        exploration_type=ExplorationType.RANDOM,
+        # The policy has no state between steps that a transform would have to reset.
+        auto_register_policy_transforms=False,
+    )
+    if config.resume is not None and rotation.latest() is not None:
+        rotation.load_latest(checkpoint, map_location=device)
+    writer = ScalarWriter(run_dir, resume_from=progress["frames"] if config.resume else None)
+
+    def log_evaluation() -> dict[str, float]:
+        scalars = {}
+        # Its own random numbers: training does not depend on how often it is evaluated.
+        with torch.random.fork_rng():
+            for name in ("deterministic", "stochastic"):
+                result = evaluate(
+                    eval_env,
+                    actor,
+                    config.logger.eval_episodes,
+                    exploration_type=ExplorationType[
+                        "DETERMINISTIC" if name == "deterministic" else "RANDOM"
+                    ],
+                )
+                scalars[f"eval/return_{name}"] = result.mean
+                scalars[f"eval/return_{name}_std"] = result.std
+                scalars[f"eval/length_{name}"] = result.length_mean
+        writer.write(progress["frames"], scalars)
+        return scalars
+
+    def due(interval: int) -> bool:
+        """Whether this iteration passed a multiple of the interval."""
+        frames, batch = progress["frames"], config.collector.frames_per_batch
+        return frames // interval > (frames - batch) // interval
+
+    bar = tqdm(
+        total=config.collector.total_frames,
+        initial=progress["frames"],
+        unit="frame",
+        disable=not config.logger.progress,
+    )
+    train_return, evaluation = float("nan"), {}
+    batches = iter(collector)
+    try:
+        while progress["frames"] < config.collector.total_frames:
+            start = time.perf_counter()
+            data = next(batches)
+            collected = time.perf_counter()
+
+            # Targets of the whole rollout, then minibatches of single transitions.
+            loss.update_old_policy()
+            loss.value_estimator(data)
+            following = data.get("next")
+            done = following.get("done")
+            episode_returns = following.get("episode_reward")[done]
+            episode_lengths = following.get("step_count")[done].float()
+            embedding = ("next", loss.tensor_keys.embedding)
+            buffer.empty()
+            buffer.extend(data.select(*loss.in_keys, embedding).reshape(-1))
+
+            metrics = []
+            for _ in range(config.optim.num_epochs):
+                for batch in buffer:
+                    critic_out = loss.critic_loss(batch)
+                    optim_critic.zero_grad()
+                    critic_out["loss_critic"].backward()
+                    critic_norm = torch.nn.utils.clip_grad_norm_(
+                        loss.critic_parameters(), config.optim.max_grad_norm
+                    )
+                    optim_critic.step()
+
+                    actor_out = loss.actor_loss(batch)
+                    total = (
+                        actor_out["loss_actor"]
+                        + actor_out["loss_temperature"]
+                        + actor_out["loss_kl_multiplier"]
+                    )
+                    optim_actor.zero_grad()
+                    total.backward()
+                    actor_norm = torch.nn.utils.clip_grad_norm_(
+                        [p for group in optim_actor.param_groups for p in group["params"]],
+                        config.optim.max_grad_norm,
+                    )
+                    optim_actor.step()
+                    metrics.append(
+                        actor_out.update(critic_out)
+                        .set("grad_norm", actor_norm)
+                        .set("grad_norm_critic", critic_norm)
+                        .detach()
+                    )
+
+            # One transfer from the device per iteration.
+            last_epoch = torch.stack(metrics[-config.optim.num_minibatches :])
+            means = torch.stack(metrics).mean(0)
+            means.set("kl_last_epoch", last_epoch.get("kl").mean())
+            means.set("value_target", data.get("value_target").mean())
+            means = means.cpu()
+            episode_returns, episode_lengths = episode_returns.cpu(), episode_lengths.cpu()
+            if not means.get("loss_actor").isfinite() or not means.get("loss_critic").isfinite():
+                raise FloatingPointError(
+                    f"The loss is not finite after {progress['frames']} frames: "
+                    f"{ {k: v.tolist() for k, v in means.items()} }"
+                )
+            progress["frames"] += data.numel()
+            progress["iterations"] += 1
+            now = time.perf_counter()
+            progress["seconds"] += now - start
+            scalars = {f"train/{key}": value for key, value in means.items()}
+            scalars["train/kl_bound"] = config.trust_region.eps
+            scalars["time/frames_per_second"] = data.numel() / (now - start)
+            scalars["time/collection_fraction"] = (collected - start) / (now - start)
+            if len(episode_returns):
+                train_return = episode_returns.mean().item()
+                scalars["train/return"] = train_return
+                scalars["train/length"] = episode_lengths.mean()
+            writer.write(progress["frames"], scalars)
+            bar.update(data.numel())
+            bar.set_postfix(ret=f"{train_return:.0f}", kl=f"{means['kl']:.3f}", refresh=False)
+
+            finished = progress["frames"] >= config.collector.total_frames
+            if config.logger.eval_episodes and (finished or due(config.logger.eval_interval)):
+                evaluation = log_evaluation()
+            if finished or due(config.logger.checkpoint_interval):
+                metadata = {"config": dataclasses.asdict(config), "frames": progress["frames"]}
+                rotation.save(checkpoint, step=progress["frames"], metadata=metadata)
+    finally:
+        bar.close()
+        writer.close()
+        collector.shutdown()
+        if not eval_env.is_closed:
+            eval_env.close()
+
+    curve = plot_learning_curve(run_dir, run_dir / "learning_curve.png", title=config.env.name)
+    lines = {
+        "task": f"{config.env.name}, seed {config.seed}",
+        "frames": f"{progress['frames']:,} in {progress['seconds'] / 60:.1f} min",
+        "training return": f"{train_return:.1f}",
+        **{
+            f"{name} return": f"{evaluation[key]:.1f} +- {evaluation[f'{key}_std']:.1f}"
+            for name in ("deterministic", "stochastic")
+            if (key := f"eval/return_{name}") in evaluation
+        },
+        "run": run_dir,
+        "learning curve": curve,
+    }
+    print("\n".join(f"{name:>20}: {value}" for name, value in lines.items()))
+    return run_dir
+
+
+@hydra.main(version_base=None, config_path="config", config_name="trudi_humanoid")
+def main(config: DictConfig) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with exit_on_config_error():
+        train(validate(config))
+
+
+if __name__ == "__main__":
+    register_configs()
+    check_overrides(sys.argv[1:], config_dir=CONFIG_DIR)
+    main()

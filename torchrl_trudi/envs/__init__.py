@@ -1,0 +1,16 @@
+"""Batched environments: construction, observation normalisation, sanity checks."""
+
+from __future__ import annotations
+
+from torchrl_trudi.envs.finite_check import FiniteCheck
+from torchrl_trudi.envs.make_env import get_observation_norm, make_env
+from torchrl_trudi.envs.observation_norm import RunningObservationNorm
+from torchrl_trudi.envs.running_mean_var import RunningMeanVar
+
+__all__ = [
+    "FiniteCheck",
+    "RunningMeanVar",
+    "RunningObservationNorm",
+    "get_observation_norm",
+    "make_env",
+]

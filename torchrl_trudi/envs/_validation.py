@@ -1,0 +1,95 @@
+"""Argument checks of the environment constructors."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+
+def did_you_mean(given: str, accepted: Iterable[str]) -> str:
+    """A sentence with the accepted names closest to ``given``, or an empty string.
+
+    Args:
+        given (str): the name that was not found.
+        accepted (Iterable[str]): the names there are.
+
+    Returns:
+        str: the sentence, with a leading space.
+    """
+    near = difflib.get_close_matches(given, list(accepted), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def check_choice(argument: str, given: Any, accepted: Iterable[str]) -> str:
+    """Checks that an argument is one of a few names.
+
+    Args:
+        argument (str): the name of the argument, for the message.
+        given (Any): what was given.
+        accepted (Iterable[str]): what is accepted.
+
+    Returns:
+        str: ``given``.
+
+    Raises:
+        ValueError: if it is not accepted.
+    """
+    accepted = list(accepted)
+    if given not in accepted:
+        hint = did_you_mean(given, accepted) if isinstance(given, str) else ""
+        raise ValueError(f"{argument}={given!r} is not one of {accepted}.{hint}")
+    return given
+
+
+def check_int(argument: str, given: Any, minimum: int) -> int:
+    """Checks that an argument is an integer and large enough.
+
+    Args:
+        argument (str): the name of the argument, for the message.
+        given (Any): what was given.
+        minimum (int): the smallest value accepted.
+
+    Returns:
+        int: ``given`` as an ``int``.
+
+    Raises:
+        TypeError: if it is not an integer (a ``bool`` is not).
+        ValueError: if it is too small.
+    """
+    message = f"{argument} must be an integer of at least {minimum}, got {given!r}"
+    try:
+        value = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{message} of type {type(given).__name__}.") from None
+    if isinstance(given, bool):
+        raise TypeError(f"{message}, a bool.")
+    if value < minimum:
+        raise ValueError(f"{message}.")
+    return value
+
+
+def check_positive(argument: str, given: Any) -> float:
+    """Checks that an argument is a finite number above zero.
+
+    Args:
+        argument (str): the name of the argument, for the message.
+        given (Any): what was given.
+
+    Returns:
+        float: ``given`` as a ``float``.
+
+    Raises:
+        TypeError: if it is not a number.
+        ValueError: if it is zero, negative, infinite or NaN.
+    """
+    message = f"{argument} must be a finite number above 0, got {given!r}"
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        raise TypeError(f"{message} of type {type(given).__name__}.") from None
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{message}.")
+    return value

@@ -1,0 +1,260 @@
+"""Construction of batched environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NestedKey, unravel_key
+from torchrl.envs import (
+    Compose,
+    DoubleToFloat,
+    EnvBase,
+    RewardScaling,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+)
+from torchrl.envs.transforms import Transform
+
+from torchrl_trudi.envs._gymnasium import VECTORIZATIONS, make_gymnasium_env
+from torchrl_trudi.envs._validation import check_choice, check_int, check_positive, did_you_mean
+from torchrl_trudi.envs.finite_check import FiniteCheck
+from torchrl_trudi.envs.observation_norm import RunningObservationNorm
+
+# A backend makes an environment of batch size [num_envs] whose `next` observations are the true
+# final ones and which resets the rows marked by `_reset`; all else is added here.
+_BACKENDS: Mapping[str, Callable[..., EnvBase]] = {"gymnasium": make_gymnasium_env}
+
+
+def make_env(
+    name: str,
+    num_envs: int = 1,
+    *,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    normalize_observation: bool = True,
+    observation_norm: RunningObservationNorm | None = None,
+    observation_keys: Sequence[NestedKey] | None = None,
+    observation_norm_kwargs: Mapping[str, Any] | None = None,
+    reward_scale: float = 1.0,
+    training: bool = True,
+    backend: str = "auto",
+    vectorization: str = "sync",
+    max_episode_steps: int | None = None,
+    **env_kwargs: Any,
+) -> TransformedEnv:
+    """Makes a batched environment with everything a training loop needs around it.
+
+    The batch size is ``[num_envs]``, also for one environment. When an episode ends, ``"next"``
+    holds its true final observation, with ``"terminated"`` and ``"truncated"`` apart; TorchRL
+    then resets the rows that are done, and no other.
+
+    Transforms, applied once to the whole batch, in this order: conversion to float32, a check
+    that observations and rewards are finite (:class:`FiniteCheck`), ``"episode_reward"`` in the
+    units of the task (:class:`~torchrl.envs.RewardSum`), ``"step_count"``
+    (:class:`~torchrl.envs.StepCounter`), reward scaling, observation normalisation
+    (:class:`RunningObservationNorm`).
+
+    Args:
+        name (str): a task registered in Gymnasium, with its version. ``"module:Task-v0"`` imports
+            ``module`` first.
+        num_envs (int, optional): number of sub-environments. Defaults to ``1``.
+
+    Keyword Args:
+        seed (int, optional): seeds the environment before its first reset. Equal seeds and equal
+            actions give equal rollouts; sub-environments have different seeds, and so have
+            batches with different seeds. Defaults to ``None``, not reproducible.
+        device (torch.device or str, optional): device of the tensordicts. Defaults to ``None``,
+            the CPU.
+        normalize_observation (bool, optional): whether to normalise. Defaults to ``True``.
+        observation_norm (RunningObservationNorm, optional): normalise with the statistics of this
+            transform, typically that of the training environment
+            (:func:`get_observation_norm`). They are shared and not copied; the transform itself
+            stays where it is. Defaults to ``None``, fresh statistics.
+        observation_keys (Sequence[NestedKey], optional): the observations to normalise, each on
+            its own. Others are passed on as they are. Defaults to ``None``, all floating point
+            ones.
+        observation_norm_kwargs (Mapping[str, Any], optional): options of
+            :class:`RunningMeanVar` for fresh statistics, such as ``eps`` and ``clip``. Defaults
+            to ``None``.
+        reward_scale (float, optional): factor on ``"reward"``; ``"episode_reward"`` is not
+            affected. Defaults to ``1.0``.
+        training (bool, optional): whether the statistics are updated. With ``False`` they must
+            come from ``observation_norm`` or from a ``state_dict`` before the first reset.
+            Defaults to ``True``.
+        backend (str, optional): ``"gymnasium"``, or ``"auto"``, the fastest that has the task.
+            Defaults to ``"auto"``.
+        vectorization (str, optional): ``"sync"`` steps the sub-environments in this process,
+            ``"async"`` in a process each: the calling script then needs
+            ``if __name__ == "__main__"``. Defaults to ``"sync"``.
+        max_episode_steps (int, optional): truncates episodes after that many steps. Defaults to
+            ``None``, the limit of the task.
+        **env_kwargs: arguments of the task.
+
+    Returns:
+        TransformedEnv: the environment.
+
+    Raises:
+        ValueError: if the task is not known, has an action space that is not a bounded Box or an
+            observation that is not a Box or a Dict of Box, or if an argument is out of range or
+            not among the accepted names. The message says what is accepted.
+        TypeError: if an argument is of the wrong type or is not accepted by the task.
+        FloatingPointError: later, by ``reset`` and ``step``, if the task returns a NaN or an
+            infinity.
+
+    Examples:
+        >>> from torchrl_trudi.envs import get_observation_norm, make_env
+        >>> env = make_env("Pendulum-v1", num_envs=2, seed=0, reward_scale=0.1)
+        >>> rollout = env.rollout(5)
+        >>> rollout["next", "observation"].shape
+        torch.Size([2, 5, 3])
+        >>> eval_env = make_env(
+        ...     "Pendulum-v1",
+        ...     num_envs=2,
+        ...     seed=1,
+        ...     training=False,
+        ...     observation_norm=get_observation_norm(env),
+        ... )
+        >>> _ = eval_env.rollout(5)
+        >>> get_observation_norm(env).get_statistics("observation").count.item()
+        12
+    """
+    num_envs = check_int("num_envs", num_envs, 1)
+    if seed is not None:
+        seed = check_int("seed", seed, 0)
+    if max_episode_steps is not None:
+        max_episode_steps = check_int("max_episode_steps", max_episode_steps, 1)
+    reward_scale = check_positive("reward_scale", reward_scale)
+    check_choice("backend", backend, ["auto", *_BACKENDS])
+    check_choice("vectorization", vectorization, VECTORIZATIONS)
+    _check_norm_arguments(
+        normalize_observation, observation_norm, observation_keys, observation_norm_kwargs
+    )
+
+    base_env = _BACKENDS["gymnasium" if backend == "auto" else backend](
+        name,
+        num_envs,
+        device=torch.device("cpu" if device is None else device),
+        vectorization=vectorization,
+        max_episode_steps=max_episode_steps,
+        env_kwargs=env_kwargs,
+    )
+    try:
+        if seed is not None:
+            base_env.set_seed(seed)
+        env = TransformedEnv(base_env, DoubleToFloat())
+        keys = _float_keys(env)
+        transforms: list[Transform] = [
+            FiniteCheck([*keys, "reward"]),
+            RewardSum(),
+            StepCounter(),
+        ]
+        if reward_scale != 1.0:
+            transforms.append(RewardScaling(loc=0.0, scale=reward_scale))
+        if normalize_observation:
+            transforms.append(
+                _make_observation_norm(
+                    env, keys, observation_norm, observation_keys, observation_norm_kwargs, training
+                )
+            )
+        return env.append_transform(Compose(*transforms))
+    except Exception:
+        # Worker processes of an environment that nobody holds would stay alive.
+        base_env.close()
+        raise
+
+
+def get_observation_norm(env: EnvBase) -> RunningObservationNorm:
+    """The observation normalisation of an environment.
+
+    Args:
+        env (EnvBase): an environment made by :func:`make_env`, possibly with more transforms.
+
+    Returns:
+        RunningObservationNorm: the transform itself.
+
+    Raises:
+        ValueError: if the environment does not have exactly one.
+    """
+    found = []
+    while isinstance(env, TransformedEnv):
+        found += [m for m in env.transform.modules() if isinstance(m, RunningObservationNorm)]
+        env = env.base_env
+    if len(found) != 1:
+        raise ValueError(f"expected one RunningObservationNorm in the env, found {len(found)}.")
+    return found[0]
+
+
+def _check_norm_arguments(
+    normalize_observation: bool,
+    observation_norm: RunningObservationNorm | None,
+    observation_keys: Sequence[NestedKey] | None,
+    observation_norm_kwargs: Mapping[str, Any] | None,
+) -> None:
+    if observation_norm is not None and not isinstance(observation_norm, RunningObservationNorm):
+        raise TypeError(
+            "observation_norm must be a RunningObservationNorm, such as "
+            f"get_observation_norm(env), got {type(observation_norm).__name__}."
+        )
+    fresh = {
+        "observation_keys": observation_keys,
+        "observation_norm_kwargs": observation_norm_kwargs,
+    }
+    given = [argument for argument, value in fresh.items() if value is not None]
+    if observation_norm is not None and given:
+        raise ValueError(
+            f"observation_norm has its own keys and options; {given} cannot be given with it."
+        )
+    given += ["observation_norm"] if observation_norm is not None else []
+    if not normalize_observation and given:
+        raise ValueError(f"normalize_observation=False, but {given} given.")
+
+
+def _float_keys(env: EnvBase) -> list[NestedKey]:
+    # Called before other transforms, so that only the task's own observations are listed.
+    spec = env.observation_spec
+    return [key for key in spec.keys(True, True) if spec[key].dtype.is_floating_point]
+
+
+def _make_observation_norm(
+    env: EnvBase,
+    float_keys: list[NestedKey],
+    observation_norm: RunningObservationNorm | None,
+    observation_keys: Sequence[NestedKey] | None,
+    observation_norm_kwargs: Mapping[str, Any] | None,
+    training: bool,
+) -> RunningObservationNorm:
+    spec = env.observation_spec
+    if observation_norm is not None:
+        keys = observation_norm.in_keys
+    elif observation_keys is None:
+        keys = float_keys
+    else:
+        keys = [unravel_key(key) for key in observation_keys]
+    if not keys:
+        raise ValueError(
+            f"there is no observation to normalise: keys {keys} given, floating point entries "
+            f"{float_keys} in the observation. Pass normalize_observation=False."
+        )
+    for key in keys:
+        if key not in float_keys:
+            raise ValueError(
+                f"the key {key!r} cannot be normalised; the floating point observations are "
+                f"{float_keys}.{did_you_mean(str(key), map(str, float_keys))}"
+            )
+    if observation_norm is None:
+        return RunningObservationNorm.from_spec(
+            spec, keys, frozen=not training, **(observation_norm_kwargs or {})
+        )
+    for key in keys:
+        statistics = observation_norm.get_statistics(key)
+        shape, stats_device = spec[key].shape[spec.ndim :], statistics.mean.device
+        if statistics.shape != shape or stats_device != spec[key].device:
+            raise ValueError(
+                f"observation_norm has statistics of shape {tuple(statistics.shape)} on "
+                f"{stats_device} for {key!r}; the environment has observations of shape "
+                f"{tuple(shape)} on {spec[key].device}."
+            )
+    return observation_norm.share(frozen=not training)

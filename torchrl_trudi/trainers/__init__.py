@@ -1,0 +1,27 @@
+"""Training: configuration, run directories and the training loop."""
+
+from __future__ import annotations
+
+from torchrl_trudi.trainers.config import (
+    ConfigError,
+    TrainConfig,
+    config_table,
+    register_configs,
+    resolve_device,
+    validate,
+)
+from torchrl_trudi.trainers.overrides import check_overrides, exit_on_config_error
+from torchrl_trudi.trainers.run_dir import load_config, make_run_dir
+
+__all__ = [
+    "ConfigError",
+    "TrainConfig",
+    "check_overrides",
+    "config_table",
+    "exit_on_config_error",
+    "load_config",
+    "make_run_dir",
+    "register_configs",
+    "resolve_device",
+    "validate",
+]

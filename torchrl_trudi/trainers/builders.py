@@ -1,0 +1,167 @@
+"""The parts of a run from its configuration."""
+
+from __future__ import annotations
+
+import torch
+from torchrl.envs import EnvBase
+
+from torchrl_trudi.envs import RunningObservationNorm, make_env
+from torchrl_trudi.modules import (
+    DiffusionActor,
+    HLGaussCritic,
+    HLGaussValueOperator,
+    ScoreNetwork,
+    StepSizes,
+)
+from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
+from torchrl_trudi.trainers.config import TrainConfig
+
+__all__ = ["build_actor", "build_critic", "build_env", "build_loss"]
+
+
+def build_env(
+    config: TrainConfig,
+    *,
+    num_envs: int | None = None,
+    seed: int | None = None,
+    observation_norm: RunningObservationNorm | None = None,
+) -> EnvBase:
+    """The training environment, or with ``observation_norm`` an evaluation environment.
+
+    Args:
+        config: the checked configuration.
+        num_envs: number of sub-environments instead of ``config.env.num_envs``.
+        seed: seed instead of ``config.seed``.
+        observation_norm: the training environment's normalisation, whose statistics the evaluation
+            environment shares, frozen.
+
+    Returns:
+        The environment, on the CPU.
+    """
+    return make_env(
+        config.env.name,
+        config.env.num_envs if num_envs is None else num_envs,
+        seed=config.seed if seed is None else seed,
+        normalize_observation=config.env.normalize_observation,
+        observation_norm=observation_norm,
+        reward_scale=config.env.reward_scale,
+        training=observation_norm is None,
+        vectorization=config.env.vectorization,
+        max_episode_steps=config.env.max_episode_steps,
+        **config.env.kwargs,
+    )
+
+
+def build_actor(
+    config: TrainConfig, env: EnvBase, device: torch.device | None = None
+) -> DiffusionActor:
+    """The policy, which records its chain.
+
+    Args:
+        config: the checked configuration.
+        env: an environment of the task.
+        device: device of the parameters.
+
+    Returns:
+        The policy.
+    """
+    policy = config.policy
+    action_dim = env.action_spec.shape[-1]
+    obs_dim = env.observation_spec["observation"].shape[-1]
+
+    def network() -> ScoreNetwork:
+        return ScoreNetwork(
+            action_dim,
+            obs_dim,
+            num_layers=policy.num_layers,
+            hidden_size=policy.hidden_size,
+            norm=policy.norm,
+            activation=policy.activation,
+            device=device,
+        )
+
+    return DiffusionActor(
+        action_dim,
+        score_network=network(),
+        num_steps=policy.num_steps,
+        spec=env.action_spec.to(device),
+        return_chain=True,
+        return_dist_params=True,
+        return_log_prob=True,
+        step_sizes=StepSizes(
+            policy.num_steps,
+            schedule=policy.step_size_schedule,
+            learn=policy.learn_step_sizes,
+            device=device,
+        ),
+        friction=policy.friction,
+        learn_friction=policy.learn_friction,
+        init_std=policy.init_std,
+        learn_prior=policy.learn_prior,
+        backward_network=network() if policy.backward_network else None,
+        device=device,
+    )
+
+
+def build_critic(
+    config: TrainConfig, env: EnvBase, device: torch.device | None = None
+) -> HLGaussValueOperator:
+    """The state-action value.
+
+    Args:
+        config: the checked configuration.
+        env: an environment of the task.
+        device: device of the parameters.
+
+    Returns:
+        The critic.
+    """
+    critic = config.critic
+    in_dim = env.observation_spec["observation"].shape[-1] + env.action_spec.shape[-1]
+    return HLGaussValueOperator(
+        HLGaussCritic(
+            in_dim,
+            critic.vmin,
+            critic.vmax,
+            num_bins=critic.num_bins,
+            hidden_size=critic.hidden_size,
+            num_layers=critic.num_layers,
+            device=device,
+        )
+    )
+
+
+def build_loss(
+    config: TrainConfig, actor: DiffusionActor, critic: HLGaussValueOperator
+) -> TruDiLoss:
+    """The TruDi loss with its trust region and value estimator.
+
+    Args:
+        config: the checked configuration.
+        actor: the policy.
+        critic: the critic.
+
+    Returns:
+        The loss.
+    """
+    region, objective = config.trust_region, config.objective
+    loss = TruDiLoss(
+        actor,
+        critic,
+        trajectory_kl=TrajectoryKLProjection(
+            actor,
+            mode=region.mode,
+            kl=region.kl,
+            direction=region.direction,
+            bound=region.bound,
+            eps=region.eps,
+            init_multiplier=region.init_multiplier,
+            old_policy=region.old_policy,
+            num_paths=region.num_paths,
+        ),
+        init_temperature=objective.init_temperature,
+        target_entropy_scale=objective.target_entropy_scale,
+        aux_coeff=config.critic.aux_coeff,
+    )
+    loss.make_value_estimator("soft_td_lambda", gamma=objective.gamma, lmbda=objective.lmbda)
+    return loss

@@ -1,0 +1,509 @@
+"""The configuration of a training run: typed dataclasses, validation, and their Hydra schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from torchrl_trudi.trainers.options import (
+    ConfigError,
+    convert,
+    markdown_table,
+    nearest,
+    option,
+    options,
+    sections,
+    text_table,
+)
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    import torch
+
+    from torchrl_trudi.modules.networks import ActivationName, NormName
+    from torchrl_trudi.modules.step_sizes import ScheduleName
+
+    VectorizationName = Literal["sync", "async"]
+    LearnStepSizes = Literal["none", "shared", "per_step"]
+    FrictionName = Literal["per_dim", "scalar"]
+    ModeName = Literal["switch", "penalty", "lagrangian", "none"]
+    KLName = Literal["simplified", "full"]
+    DirectionName = Literal["forward", "reverse"]
+    OldPolicyName = Literal["recorded", "target"]
+    BoundName = Literal["path", "step"]
+else:
+    # OmegaConf knows no literal types: at run time the choices of the options do their work.
+    ActivationName = NormName = ScheduleName = VectorizationName = LearnStepSizes = str
+    FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
+
+__all__ = [
+    "CollectorConfig",
+    "ConfigError",
+    "CriticConfig",
+    "EnvConfig",
+    "LoggerConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
+    "PolicyConfig",
+    "SCHEMA_NAME",
+    "TrainConfig",
+    "TrustRegionConfig",
+    "config_table",
+    "register_configs",
+    "resolve_device",
+    "validate",
+]
+
+SCHEMA_NAME = "train_schema"
+"""Name of :class:`TrainConfig` in Hydra's ConfigStore, for a ``defaults`` list."""
+
+
+@dataclasses.dataclass
+class EnvConfig:
+    """The environment."""
+
+    name: str = option("Humanoid-v5", "Gymnasium id of the environment.")
+    num_envs: int = option(64, "Environments stepped as one batch.", ge=1)
+    normalize_observation: bool = option(
+        True,
+        "Normalise observations by a running mean and variance, updated while collecting and "
+        "frozen in evaluation.",
+    )
+    reward_scale: float = option(
+        0.1,
+        "Factor on the reward the agent learns from. Logged returns are not scaled. "
+        "critic.vmin and critic.vmax bound scaled returns.",
+        gt=0,
+    )
+    vectorization: VectorizationName = option(
+        "sync",
+        "Step the environments one after the other in this process (sync) or in worker processes "
+        "(async).",
+        choices=("sync", "async"),
+    )
+    max_episode_steps: int | None = option(
+        None,
+        "Truncate episodes after this many steps; null keeps the environment's own limit.",
+        ge=1,
+    )
+    kwargs: dict[str, Any] = option(
+        factory=dict,
+        help="Arguments for the environment's constructor. On the command line, add one with "
+        "+env.kwargs.NAME=VALUE.",
+    )
+
+
+@dataclasses.dataclass
+class CollectorConfig:
+    """Data collection."""
+
+    total_frames: int = option(
+        1_000_000,
+        "Environment steps of the run, over all environments; the last batch may pass it.",
+        ge=1,
+    )
+    frames_per_batch: int = option(
+        2048,
+        "Environment steps between updates, over all environments; a multiple of env.num_envs and "
+        "of optim.num_minibatches.",
+        ge=1,
+    )
+
+
+@dataclasses.dataclass
+class PolicyConfig:
+    """The diffusion policy."""
+
+    num_steps: int = option(8, "Denoising steps per action.", ge=1)
+    hidden_size: int = option(256, "Width of the score network.", ge=1)
+    num_layers: int = option(
+        3, "Linear layers of the score network, first and last included.", ge=2
+    )
+    norm: NormName = option(
+        "layer", "Normalisation in the score network.", choices=("layer", "rms", "none")
+    )
+    activation: ActivationName = option(
+        "gelu",
+        "Activation of the score network.",
+        choices=("gelu", "silu", "relu", "tanh", "elu", "mish"),
+    )
+    step_size_schedule: ScheduleName = option(
+        "cosine",
+        "How the step size shrinks along the denoising chain.",
+        choices=("cosine", "linear", "constant"),
+    )
+    learn_step_sizes: LearnStepSizes = option(
+        "none",
+        "Learn no step size, one factor for all steps, or one per step.",
+        choices=("none", "shared", "per_step"),
+    )
+    friction: FrictionName = option(
+        "per_dim",
+        "One friction coefficient per action dimension, or one for all.",
+        choices=("per_dim", "scalar"),
+    )
+    learn_friction: bool = option(True, "Learn the friction, and with it the noise scale.")
+    init_std: float = option(2.5, "Standard deviation of the prior of the chain.", gt=0)
+    learn_prior: bool = option(False, "Learn the mean and the standard deviation of the prior.")
+    backward_network: bool = option(
+        False, "Learn a control of the reference (backward) kernels too."
+    )
+
+
+@dataclasses.dataclass
+class TrustRegionConfig:
+    """The trust region: a bound on the path KL between the policy that acted and the current one."""
+
+    mode: ModeName = option(
+        "switch",
+        "How the bound acts. switch: a state inside the bound optimises the objective, one outside "
+        "it the KL. penalty, lagrangian: every state optimises the objective plus the KL times a "
+        "multiplier. none: the KL is only logged.",
+        choices=("switch", "penalty", "lagrangian", "none"),
+    )
+    kl: KLName = option(
+        "simplified",
+        "simplified ignores the ratio of the variances of the two policies; full keeps it.",
+        choices=("simplified", "full"),
+    )
+    direction: DirectionName = option(
+        "forward",
+        "forward is KL(old || new) on paths of the old policy; reverse is KL(new || old) on a path "
+        "of the new one, and redraws it at every update.",
+        choices=("forward", "reverse"),
+    )
+    eps: float = option(0.1, "Bound on the KL of a state, over the whole path.", gt=0)
+    init_multiplier: float = option(0.01, "Initial value of the learned KL multiplier.", gt=0)
+    old_policy: OldPolicyName = option(
+        "recorded",
+        "Where paths of the old policy come from: recorded while collecting, or redrawn from a "
+        "copy of its parameters (target).",
+        choices=("recorded", "target"),
+    )
+    num_paths: int = option(
+        1, "Paths per state; more than one needs trust_region.old_policy=target.", ge=1
+    )
+    bound: BoundName = option(
+        "path",
+        "Bound the KL of the whole path, or that of each denoising step by its share of eps.",
+        choices=("path", "step"),
+    )
+
+
+@dataclasses.dataclass
+class CriticConfig:
+    """The categorical (HL-Gauss) critic."""
+
+    hidden_size: int = option(256, "Width of the critic.", ge=1)
+    num_layers: int = option(2, "Linear layers of the critic's encoder and of its head.", ge=1)
+    vmin: float = option(-20.0, "Smallest value it represents; smaller targets are clipped.")
+    vmax: float = option(130.0, "Largest value it represents; larger targets are clipped.")
+    num_bins: int = option(151, "Bins between vmin and vmax.", ge=2)
+    aux_coeff: float = option(
+        1.0, "Weight of the auxiliary loss, which predicts the next embedding.", ge=0
+    )
+
+
+@dataclasses.dataclass
+class ObjectiveConfig:
+    """The maximum-entropy objective."""
+
+    gamma: float = option(0.99, "Discount factor.", gt=0, le=1)
+    lmbda: float = option(0.95, "Lambda of the soft TD(lambda) returns.", ge=0, le=1)
+    init_temperature: float = option(0.01, "Initial entropy temperature.", gt=0)
+    target_entropy_scale: float = option(
+        4.0,
+        "The entropy surrogate is steered towards minus this much per action dimension.",
+    )
+
+
+@dataclasses.dataclass
+class OptimConfig:
+    """The optimiser."""
+
+    lr: float = option(3e-4, "Learning rate.", gt=0)
+    dual_lr: float | None = option(
+        None,
+        "Learning rate of the temperature and of the KL multiplier; null takes optim.lr, 0 freezes "
+        "both.",
+        ge=0,
+    )
+    weight_decay: float = option(
+        0.0, "Weight decay of the networks; never applied to temperature and KL multiplier.", ge=0
+    )
+    max_grad_norm: float = option(0.5, "The gradient is scaled down to this norm.", gt=0)
+    num_minibatches: int = option(8, "Minibatches per epoch.", ge=1)
+    num_epochs: int = option(4, "Passes over each batch.", ge=1)
+
+
+@dataclasses.dataclass
+class LoggerConfig:
+    """Logs, evaluation and checkpoints."""
+
+    dir: str = option(
+        "runs",
+        "Run directory. If it already holds a run, a sibling DIR-1, DIR-2, ... is made. The default "
+        "(runs), and any directory that holds other things, is a parent in which "
+        "<env.name>-<seed>-<time> is made.",
+    )
+    eval_interval: int = option(100_000, "Environment steps between evaluations.", ge=1)
+    eval_episodes: int = option(10, "Episodes per evaluation; 0 turns evaluation off.", ge=0)
+    checkpoint_interval: int = option(100_000, "Environment steps between checkpoints.", ge=1)
+    keep_checkpoints: int = option(3, "Checkpoints kept; older ones are deleted.", ge=1)
+    progress: bool = option(True, "Show a progress bar.")
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """A training run."""
+
+    seed: int = option(0, "Seed of the environments, the networks and the noise.", ge=0)
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda or cuda:INDEX.")
+    resume: str | None = option(
+        None,
+        "Continue a run: its directory, or latest for the newest run in logger.dir.",
+    )
+    num_threads: int | None = option(
+        None, "CPU threads of PyTorch; null leaves the choice to PyTorch.", ge=1
+    )
+    env: EnvConfig = dataclasses.field(default_factory=EnvConfig)
+    collector: CollectorConfig = dataclasses.field(default_factory=CollectorConfig)
+    policy: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
+    trust_region: TrustRegionConfig = dataclasses.field(default_factory=TrustRegionConfig)
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
+    objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    logger: LoggerConfig = dataclasses.field(default_factory=LoggerConfig)
+
+
+def validate(config: TrainConfig | DictConfig | Mapping[str, Any]) -> TrainConfig:
+    """Check a configuration and return it as typed dataclasses.
+
+    Args:
+        config: dataclasses, a config composed by Hydra, or a (nested) mapping of the settings that
+            differ from the defaults.
+
+    Returns:
+        A new, fully resolved :class:`TrainConfig`.
+
+    Raises:
+        ConfigError: for an unknown key, a value of the wrong type or outside its accepted range,
+            or settings that contradict each other. The message has a line for each problem, named
+            by its dotted key, with what was given and what is accepted.
+    """
+    typed = _to_dataclass(config)
+    problems = []
+    values = {}
+    for leaf in options(TrainConfig):
+        value: Any = typed
+        for name in leaf.key.split("."):
+            value = getattr(value, name)
+        values[leaf.key] = value
+        problem = leaf.problem(value)
+        if problem:
+            problems.append(problem)
+    # Relations between options make sense only once each option does.
+    if not problems:
+        problems = _contradictions(typed)
+    try:
+        resolve_device(typed.device)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return typed
+
+
+def _to_dataclass(config: TrainConfig | DictConfig | Mapping[str, Any]) -> TrainConfig:
+    """Convert to a fresh TrainConfig; unknown keys and wrong types raise ConfigError."""
+    if isinstance(config, TrainConfig):
+        given: dict[str, Any] = dataclasses.asdict(config)
+    elif isinstance(config, DictConfig):
+        try:
+            container = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(str(error).splitlines()[0]) from error
+        assert isinstance(container, dict)
+        given = {str(key): value for key, value in container.items()}
+    elif isinstance(config, Mapping):
+        given = dict(config)
+    else:
+        raise ConfigError(
+            f"got a {type(config).__name__}, accepted: a TrainConfig, a DictConfig or a mapping"
+        )
+
+    try:
+        typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), given))
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        # OmegaConf names the first problem, in its own terms: look for all of them.
+        problems = _misfits(given) or [str(error).splitlines()[0]]
+        raise ConfigError("\n".join(problems)) from error
+    assert isinstance(typed, TrainConfig)
+    return typed
+
+
+def _misfits(given: Mapping[Any, Any]) -> list[str]:
+    """Unknown keys, and values that cannot be converted to the type of their option."""
+    leaves = {leaf.key: leaf for leaf in options(TrainConfig)}
+    inner = set(sections(TrainConfig))
+    problems: list[str] = []
+
+    def check(tree: Mapping[Any, Any], prefix: str) -> None:
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                value = dataclasses.asdict(value)
+            if key in inner and isinstance(value, Mapping):
+                check(value, f"{key}.")
+            elif key in inner:
+                problems.append(f"{key}: got {value!r}, accepted: a section of options")
+            elif key in leaves:
+                converted, problem = convert(leaves[key], value)
+                # Values of the right type outside their bounds are reported later.
+                if problem and converted is None:
+                    problems.append(problem)
+            else:
+                hint = nearest(key, [*leaves, *inner])
+                problems.append(
+                    f"{key}: unknown option" + (f", did you mean {hint!r}?" if hint else "")
+                )
+
+    check(given, "")
+    return problems
+
+
+def _contradictions(config: TrainConfig) -> list[str]:
+    """Problems between options that are each acceptable on their own."""
+    problems = []
+    collector, env, optim = config.collector, config.env, config.optim
+    critic, trust_region = config.critic, config.trust_region
+    frames = collector.frames_per_batch
+    for key, divisor in (
+        ("env.num_envs", env.num_envs),
+        ("optim.num_minibatches", optim.num_minibatches),
+    ):
+        if frames % divisor:
+            fitting = max(divisor, round(frames / divisor) * divisor)
+            problems.append(
+                f"collector.frames_per_batch: got {frames}, accepted: a multiple of "
+                f"{key}={divisor}, for instance {fitting}"
+            )
+    if collector.total_frames < frames:
+        problems.append(
+            f"collector.total_frames: got {collector.total_frames}, accepted: at least "
+            f"collector.frames_per_batch={frames}"
+        )
+    if not critic.vmin < critic.vmax:
+        problems.append(
+            f"critic.vmin: got {critic.vmin}, accepted: less than critic.vmax={critic.vmax}"
+        )
+    if trust_region.num_paths > 1 and trust_region.old_policy == "recorded":
+        problems.append(
+            f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
+            "trust_region.old_policy=recorded, because one path per state is recorded; more with "
+            "trust_region.old_policy=target"
+        )
+    for key, text in (("env.name", env.name), ("logger.dir", config.logger.dir)):
+        if not text.strip():
+            problems.append(f"{key}: got {text!r}, accepted: text that is not empty")
+    return problems
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn ``device`` into a device that this machine has.
+
+    Args:
+        device: ``"auto"`` (CUDA if it is available), ``"cpu"``, ``"cuda"`` or ``"cuda:INDEX"``.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: if the text is something else, or this machine lacks the device.
+    """
+    # Imported here so that reading options (``--help``, a misspelt key) does not wait for it.
+    import torch
+
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        hint = nearest(device, ["auto", "cpu", "cuda"])
+        raise ConfigError(
+            f"device: got {device!r}{f' (did you mean {hint!r}?)' if hint else ''}, "
+            "accepted: auto | cpu | cuda | cuda:INDEX"
+        )
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolved = torch.device(device)
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (resolved.index or 0) >= count:
+            found = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+            raise ConfigError(f"device: got {device!r}, accepted on this machine: auto, {found}")
+    return resolved
+
+
+def config_table() -> str:
+    """Document every option of :class:`TrainConfig`.
+
+    Returns:
+        A Markdown table.
+    """
+    return markdown_table(TrainConfig)
+
+
+_HELP = """\
+$app_name: train a diffusion policy with a trust region over its denoising path.
+
+Usage: python $script [task=TASK] [OPTION=VALUE ...]
+
+  python $script
+  python $script task=hopper seed=3
+  python $script env.name=HalfCheetah-v5 collector.total_frames=400_000 logger.dir=runs/x
+  python $script resume=latest collector.total_frames=2_000_000
+  python $script --multirun seed=0,1,2
+
+Presets (GROUP=NAME); an option given on the command line wins over its preset:
+
+$$APP_CONFIG_GROUPS
+Options, with the defaults that hold where the preset says nothing:
+
+$options
+The configuration of this call (also: --cfg job):
+
+$$CONFIG
+"""
+
+
+def register_configs(script: str = "examples/trudi_humanoid.py") -> None:
+    """Register the schema and the help text in Hydra's ConfigStore.
+
+    Call it once before ``hydra.main`` runs. The schema is stored as ``train_schema``, the help text
+    as ``hydra/help: trudi``; calling it again stores the same again.
+
+    Args:
+        script: how the help text names the script.
+    """
+    import string
+
+    from hydra.core.config_store import ConfigStore
+
+    # Hydra substitutes $-names in the template once more: those of its own are escaped above, and a
+    # dollar in a help text would have to be.
+    template = string.Template(_HELP).substitute(
+        app_name="torchrl_trudi",
+        script=script,
+        options=text_table(TrainConfig).replace("$", "$$"),
+    )
+    store = ConfigStore.instance()
+    store.store(name=SCHEMA_NAME, node=TrainConfig, provider="torchrl_trudi")
+    store.store(
+        group="hydra/help",
+        name="trudi",
+        node={"app_name": "torchrl_trudi", "header": "", "footer": "", "template": template},
+        provider="torchrl_trudi",
+    )
