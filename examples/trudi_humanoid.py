@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -28,6 +30,25 @@ from torchrl_trudi.trainers import (
 )
 
 CONFIG_DIR = Path(__file__).parent / "config"
+
+
+def summarize(rollout, metrics, num_minibatches: int) -> dict[str, float]:
+    """Means over the updates of an iteration, and over the episodes that ended in its rollout."""
+    import torch
+
+    done = rollout.get(("next", "done"))
+    episodes = done.sum()
+    means = metrics.mean(0)
+    means["kl_last_epoch"] = metrics.get("kl")[-num_minibatches:].mean()
+    means["value_target"] = rollout.get("value_target").mean()
+    for name, key in (("return", "episode_reward"), ("length", "step_count")):
+        # 0 / 0 = NaN if no episode ended.
+        means[name] = (rollout.get(("next", key)) * done).sum() / episodes
+    names, values = [], []
+    for name, value in means.items():
+        names += [f"{name}/{i}" for i in range(value.numel())] if value.ndim else [name]
+        values.append(value.reshape(-1).float())
+    return {f"train/{n}": v for n, v in zip(names, torch.cat(values).tolist(), strict=True)}
 
 
 def train(config: TrainConfig) -> Path:
@@ -76,8 +97,12 @@ def train(config: TrainConfig) -> Path:
         sampler=SamplerWithoutReplacement(),
         batch_size=config.collector.frames_per_batch // config.optim.num_minibatches,
     )
-    progress = {"frames": 0, "iterations": 0, "seconds": 0.0}
-    components = {"loss": loss, "optim_actor": optim_actor, "optim_critic": optim_critic}
+    progress: dict[str, Any] = {"frames": 0, "iterations": 0, "seconds": 0.0}
+    components: dict[str, Any] = {
+        "loss": loss,
+        "optim_actor": optim_actor,
+        "optim_critic": optim_critic,
+    }
     if norm is not None:
         components["observation_norm"] = norm
     checkpoint = Checkpoint(**components, progress=progress, rng=GlobalRNGState())
@@ -97,8 +122,11 @@ def train(config: TrainConfig) -> Path:
         # The policy has no state between steps that a transform would have to reset.
         auto_register_policy_transforms=False,
     )
-    if config.resume is not None and rotation.latest() is not None:
-        rotation.load_latest(checkpoint, map_location=device)
+    if config.resume is not None:
+        if rotation.latest() is None:
+            logging.warning("%s has no checkpoint yet: it starts from its beginning", run_dir)
+        else:
+            rotation.load_latest(checkpoint, map_location=device)
     writer = ScalarWriter(run_dir, resume_from=progress["frames"] if config.resume else None)
 
     def log_evaluation() -> dict[str, float]:
@@ -142,10 +170,6 @@ def train(config: TrainConfig) -> Path:
             # Targets of the whole rollout, then minibatches of single transitions.
             loss.update_old_policy()
             loss.value_estimator(data)
-            following = data.get("next")
-            done = following.get("done")
-            episode_returns = following.get("episode_reward")[done]
-            episode_lengths = following.get("step_count")[done].float()
             embedding = ("next", loss.tensor_keys.embedding)
             buffer.empty()
             buffer.extend(data.select(*loss.in_keys, embedding).reshape(-1))
@@ -181,33 +205,29 @@ def train(config: TrainConfig) -> Path:
                         .detach()
                     )
 
-            # One transfer from the device per iteration.
-            last_epoch = torch.stack(metrics[-config.optim.num_minibatches :])
-            means = torch.stack(metrics).mean(0)
-            means.set("kl_last_epoch", last_epoch.get("kl").mean())
-            means.set("value_target", data.get("value_target").mean())
-            means = means.cpu()
-            episode_returns, episode_lengths = episode_returns.cpu(), episode_lengths.cpu()
-            if not means.get("loss_actor").isfinite() or not means.get("loss_critic").isfinite():
-                raise FloatingPointError(
-                    f"The loss is not finite after {progress['frames']} frames: "
-                    f"{ {k: v.tolist() for k, v in means.items()} }"
-                )
+            # All scalars of the iteration, in one transfer from the device.
+            scalars = summarize(data, torch.stack(metrics), config.optim.num_minibatches)
+            for key in ("train/loss_actor", "train/loss_critic"):
+                if not math.isfinite(scalars[key]):
+                    raise FloatingPointError(
+                        f"{key} is {scalars[key]} after {progress['frames']} frames: {scalars}"
+                    )
+            if math.isfinite(scalars["train/return"]):
+                train_return = scalars["train/return"]
+            else:  # no episode ended
+                del scalars["train/return"], scalars["train/length"]
+            seconds = time.perf_counter() - start
             progress["frames"] += data.numel()
             progress["iterations"] += 1
-            now = time.perf_counter()
-            progress["seconds"] += now - start
-            scalars = {f"train/{key}": value for key, value in means.items()}
+            progress["seconds"] += seconds
             scalars["train/kl_bound"] = config.trust_region.eps
-            scalars["time/frames_per_second"] = data.numel() / (now - start)
-            scalars["time/collection_fraction"] = (collected - start) / (now - start)
-            if len(episode_returns):
-                train_return = episode_returns.mean().item()
-                scalars["train/return"] = train_return
-                scalars["train/length"] = episode_lengths.mean()
+            scalars["time/frames_per_second"] = data.numel() / seconds
+            scalars["time/collection_fraction"] = (collected - start) / seconds
             writer.write(progress["frames"], scalars)
             bar.update(data.numel())
-            bar.set_postfix(ret=f"{train_return:.0f}", kl=f"{means['kl']:.3f}", refresh=False)
+            bar.set_postfix(
+                ret=f"{train_return:.0f}", kl=f"{scalars['train/kl']:.3f}", refresh=False
+            )
 
             finished = progress["frames"] >= config.collector.total_frames
             if config.logger.eval_episodes and (finished or due(config.logger.eval_interval)):

@@ -129,9 +129,7 @@ def make_actor(golden: Golden, which: str, **kwargs) -> DiffusionActor:
 
     schedule, minimum, *cosine = meta["schedule"]
     options = dict(zip(("offset", "power"), cosine, strict=False)) if schedule == "cosine" else {}
-    learn = "none"
-    if meta["learn_dt"]:
-        learn = "per_step" if meta["per_step_dt"] else "shared"
+    learn = "per_step" if meta["per_step_dt"] else ("shared" if meta["learn_dt"] else "none")
     actor = DiffusionActor(
         meta["act"],
         score_network=score_network(),
@@ -152,6 +150,7 @@ def make_actor(golden: Golden, which: str, **kwargs) -> DiffusionActor:
         dtype=golden.dtype,
         **kwargs,
     )
+    actor.module.step_sizes.raw.requires_grad_(meta["learn_dt"])
     for name, tensor in actor_map(actor).items():
         _load(tensor, golden[f"{which}/{name}"])
     return actor

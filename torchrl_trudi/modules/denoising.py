@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +108,11 @@ class DenoisingModel(nn.Module):
         torch.Size([5])
     """
 
+    prior_std: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    _steps: torch.Tensor
+
     def __init__(
         self,
         score_network: nn.Module,
@@ -126,7 +131,7 @@ class DenoisingModel(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if action_dim < 1 or num_steps < 1:
             raise ValueError(
                 f"action_dim and num_steps must be at least 1, got {action_dim} and {num_steps}."
@@ -226,7 +231,7 @@ class DenoisingModel(nn.Module):
         return (mean - latent) / std.square()
 
     def _control(
-        self, network: nn.Module, observation: torch.Tensor, steps: torch.Tensor
+        self, network: Any, observation: torch.Tensor, steps: torch.Tensor
     ) -> Callable[[torch.Tensor, int | None], torch.Tensor]:
         """Control function of (latent, index), with all that does not depend on the latent hoisted.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -56,6 +56,9 @@ class HLGaussSupport(nn.Module):
         >>> torch.testing.assert_close(support.value(probs.log()), torch.tensor([0.25]), atol=1e-3, rtol=0)
     """
 
+    centers: torch.Tensor
+    edges: torch.Tensor
+
     def __init__(
         self,
         vmin: float,
@@ -78,7 +81,7 @@ class HLGaussSupport(nn.Module):
         self.vmin, self.vmax, self.num_bins = float(vmin), float(vmax), num_bins
         self.sigma = sigma_ratio * width
         self.eps = eps
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.register_buffer("centers", torch.linspace(vmin, vmax, num_bins, **factory))
         self.register_buffer(
             "edges", torch.linspace(vmin - width / 2, vmax + width / 2, num_bins + 1, **factory)
@@ -185,7 +188,7 @@ class HLGaussCritic(nn.Module):
         ):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}.")
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden = [hidden_size] * num_layers
         self.in_dim = in_dim
         self.support = HLGaussSupport(vmin, vmax, num_bins, eps=support_eps, **factory)

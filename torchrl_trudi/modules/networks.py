@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,8 @@ class StepEmbedding(nn.Module):
         dtype (torch.dtype, optional): dtype of the parameters.
     """
 
+    frequencies: torch.Tensor
+
     def __init__(
         self,
         num_frequencies: int = 32,
@@ -68,7 +70,7 @@ class StepEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.register_buffer("frequencies", torch.linspace(0.1, 100.0, num_frequencies, **factory))
         self.phase = nn.Parameter(torch.zeros(num_frequencies, **factory))
         self.mlp = nn.Sequential(
@@ -154,7 +156,7 @@ class ScoreNetwork(nn.Module):
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.action_dim = action_dim
         self.obs_dim = obs_dim
         self.output_clip = output_clip

@@ -167,7 +167,8 @@ class TrajectoryKLProjection(LossModule):
                 "needs old_policy='target'."
             )
         super().__init__()
-        self._in_keys = self._out_keys = None
+        self._in_keys: list[NestedKey] | None = None
+        self._out_keys: list[NestedKey] | None = None
         self.convert_to_functional(
             actor_network, "actor_network", create_target_params=old_policy == "target"
         )

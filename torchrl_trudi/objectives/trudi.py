@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
@@ -138,7 +138,8 @@ class TruDiLoss(LossModule):
         elif trajectory_kl.actor_network is not actor_network:
             raise ValueError("trajectory_kl must be built on the same actor_network.")
         super().__init__()
-        self._in_keys = self._out_keys = None
+        self._in_keys: list[NestedKey] | None = None
+        self._out_keys: list[NestedKey] | None = None
         self.trajectory_kl = trajectory_kl
         self.convert_to_functional(critic_network, "critic_network")
         reference = next(actor_network.parameters())
@@ -410,7 +411,9 @@ class TruDiLoss(LossModule):
     # -- value estimator -----------------------------------------------------------------
 
     def make_value_estimator(
-        self, value_type: Literal["soft_td_lambda"] | Any = None, **hyperparams
+        self,
+        value_type: str | type[ValueEstimatorBase] | ValueEstimatorBase | None = None,
+        **hyperparams,
     ) -> TruDiLoss:
         """Build the value estimator.
 

@@ -32,7 +32,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
 
     The next state of a terminal step is not used; where it is NaN, the root state takes its place in
     the network calls and the next embedding is marked NaN, so that the auxiliary loss skips the row.
-    A NaN in the next state of any other step is an error.
+    A NaN in the next state of any other step is an error (on a GPU it makes the targets NaN instead).
 
     Unlike its relatives in torchrl it writes no advantage: the pathwise actor loss needs none.
 
@@ -153,10 +153,14 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
                 raise KeyError(f"The next state has no entry {key!r}.")
             missing = observation.isnan().flatten(terminated.ndim - 1).any(-1, keepdim=True)
             present = present & ~missing
-            replace = missing.reshape(missing.shape + (1,) * (observation.ndim - missing.ndim))
+            # Only where the next state is not used: elsewhere a NaN has to show.
+            replace = missing & terminated
+            replace = replace.reshape(replace.shape + (1,) * (observation.ndim - replace.ndim))
             states.set(key, torch.where(replace, tensordict.get(key), observation))
         bad = ~present & ~terminated
-        if bad.any():
+        # On a GPU the test would wait for the device; there the NaN goes on into the targets and the
+        # loss, which a training loop looks at once per iteration.
+        if bad.device.type == "cpu" and bad.any():
             rows = bad.squeeze(-1).nonzero().tolist()
             raise ValueError(
                 f"The next state is NaN at {len(rows)} steps that are not terminal (rows "
@@ -206,7 +210,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             )
             with context:
                 parts = [self._evaluate(part) for part in flat.split(size)]
-            evaluated = torch.cat(parts).reshape(tensordict.batch_size)
+            evaluated: TensorDictBase = torch.cat(parts).reshape(tensordict.batch_size)
         log_prob = evaluated.get("log_prob")
         value = evaluated.get("value")
         following = tensordict.get("next")

@@ -98,7 +98,7 @@ class DenoisingPath(Distribution):
             self.loc.expand(shape), self.scale.expand(shape), self.event_dims, validate_args=False
         )
 
-    def sample(self, sample_shape: torch.Size | tuple = ()) -> torch.Tensor:
+    def sample(self, sample_shape: torch.Size | list[int] | tuple[int, ...] = ()) -> torch.Tensor:
         """Not available: a chain needs the network at every new state.
 
         Raises:
