@@ -92,6 +92,9 @@ def train(config: TrainConfig) -> Path:
     optim_critic = torch.optim.Adam(
         loss.critic_parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay
     )
+    learning_rates = [
+        [group["lr"] for group in optim.param_groups] for optim in (optim_actor, optim_critic)
+    ]
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
         sampler=SamplerWithoutReplacement(),
@@ -127,6 +130,10 @@ def train(config: TrainConfig) -> Path:
             logging.warning("%s has no checkpoint yet: it starts from its beginning", run_dir)
         else:
             rotation.load_latest(checkpoint, map_location=device)
+            # The optimisers' states bring the learning rates of then: those of this call count.
+            for optim, rates in zip((optim_actor, optim_critic), learning_rates, strict=True):
+                for group, rate in zip(optim.param_groups, rates, strict=True):
+                    group["lr"] = rate
     writer = ScalarWriter(run_dir, resume_from=progress["frames"] if config.resume else None)
 
     def log_evaluation() -> dict[str, float]:

@@ -165,18 +165,20 @@ class DenoisingModel(nn.Module):
             self.prior_std_raw = nn.Parameter(inverse_softplus(std))
         else:
             self.register_buffer("prior_std", std)
-        low, high = self._check_bounds(low, high)
-        self.register_buffer("low", low.to(std).expand(action_dim).clone())
-        self.register_buffer("high", high.to(std).expand(action_dim).clone())
+        low, high = self._check_bounds(low, high, std)
+        self.register_buffer("low", low.expand(action_dim).clone())
+        self.register_buffer("high", high.expand(action_dim).clone())
         # A Python flag, so that the usual box costs no affine map and no device sync.
         self._unit_box = self._is_unit_box()
         self.register_load_state_dict_post_hook(_refresh_unit_box)
         self.register_buffer("_steps", torch.arange(num_steps + 1, **factory), persistent=False)
 
-    def _check_bounds(self, low, high) -> tuple[torch.Tensor, torch.Tensor]:
-        # float64: the check and the cast to the model's dtype see the bounds as given.
+    def _check_bounds(
+        self, low, high, reference: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Checked as the model holds them: a box can be degenerate in its dtype only.
         low, high = (
-            torch.as_tensor(default if bound is None else bound, dtype=torch.float64)
+            torch.as_tensor(default if bound is None else bound).to(reference)
             for bound, default in ((low, -1.0), (high, 1.0))
         )
         for name, bound in (("low", low), ("high", high)):
@@ -475,7 +477,8 @@ class DenoisingModel(nn.Module):
         action = latent.tanh()
         if self._unit_box:
             return action
-        center, half = (self.high + self.low) / 2, (self.high - self.low) / 2
+        # Halved first: the width of a very wide box is infinite.
+        center, half = self.high / 2 + self.low / 2, self.high / 2 - self.low / 2
         # Rounding of the affine map can leave the box by one ulp.
         return torch.minimum(torch.maximum(center + half * action, self.low), self.high)
 
@@ -483,7 +486,7 @@ class DenoisingModel(nn.Module):
         r"""Log-Jacobian of :meth:`squash`: :math:`\sum_i 2 (\log 2 - x_i - \mathrm{softplus}(-2 x_i)) + \log\frac{h_i - l_i}{2}`, ``[*B]``."""
         log_det = 2 * (_LOG_2 - latent - F.softplus(-2 * latent))
         if not self._unit_box:
-            log_det = log_det + ((self.high - self.low) / 2).log()
+            log_det = log_det + (self.high / 2 - self.low / 2).log()
         return log_det.sum(-1)
 
     def extra_repr(self) -> str:

@@ -104,7 +104,8 @@ class HLGaussSupport(nn.Module):
 
     def clip_fraction(self, value: torch.Tensor) -> torch.Tensor:
         """Fraction of the scalars that fall outside the support, a scalar tensor."""
-        return ((value < self.vmin) | (value > self.vmax)).to(self.centers.dtype).mean()
+        inside = (value >= self.vmin) & (value <= self.vmax)
+        return (~inside).to(self.centers.dtype).mean()
 
     def extra_repr(self) -> str:
         return f"vmin={self.vmin}, vmax={self.vmax}, num_bins={self.num_bins}"
@@ -206,9 +207,7 @@ class HLGaussCritic(nn.Module):
         zero = torch.zeros((), device=device, dtype=self.support.centers.dtype)
         self.prior_logits = nn.Parameter(self.support.probs(zero))
 
-    def forward(
-        self, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Evaluate the critic.
 
         Args:
@@ -216,8 +215,8 @@ class HLGaussCritic(nn.Module):
 
         Returns:
             tuple of torch.Tensor: value ``[*B, 1]``, logits ``[*B, num_bins]``, embedding
-            ``[*B, hidden_size]``, predicted next embedding ``[*B, hidden_size]`` (``None`` without
-            a predictor).
+            ``[*B, hidden_size]`` and, with a predictor, predicted next embedding
+            ``[*B, hidden_size]``.
 
         Raises:
             ValueError: the inputs' summed size is not ``in_dim``.
@@ -230,5 +229,5 @@ class HLGaussCritic(nn.Module):
             )
         embedding = self.encoder(features)
         logits = self.head(embedding) + PRIOR_LOGITS_SCALE * self.prior_logits
-        prediction = None if self.predictor is None else self.predictor(embedding)
-        return self.support.value(logits).unsqueeze(-1), logits, embedding, prediction
+        out = (self.support.value(logits).unsqueeze(-1), logits, embedding)
+        return out if self.predictor is None else (*out, self.predictor(embedding))

@@ -153,8 +153,7 @@ class TruDiLoss(LossModule):
         names = {"action": actor_network.action_key}
         if isinstance(critic_network, HLGaussValueOperator):
             roles = ("value", "value_logits", "embedding", "next_embedding")
-            written = [key for key in critic_network.out_keys if key != "_"]
-            names.update(zip(roles, written, strict=False))
+            names.update(zip(roles, critic_network.out_keys, strict=False))
         self.set_keys(**names)
 
     # The actor's parameters are registered once, in the trust region.
@@ -435,8 +434,9 @@ class TruDiLoss(LossModule):
             self.value_type = type(value_type)
             self._value_estimator = value_type
         elif isinstance(value_type, type) and issubclass(value_type, ValueEstimatorBase):
-            self.value_type = value_type
-            self._value_estimator = value_type.for_loss(self, **hyperparams)
+            estimator: Any = value_type
+            self.value_type = estimator
+            self._value_estimator = estimator.for_loss(self, **hyperparams)
         else:
             dispatch_value_estimator(self, value_type, supported=[SOFT_TD_LAMBDA], **hyperparams)
         self._value_estimator.set_keys(**self._estimator_keys())

@@ -50,6 +50,9 @@ FIXED_ON_RESUME = (
     "critic.vmin",
     "critic.vmax",
     "critic.num_bins",
+    "trust_region.mode",
+    "trust_region.bound",
+    "trust_region.old_policy",
 )
 """Options and sections that a resumed run must share with its checkpoint: the task, what the
 checkpoint's tensors look like, and the scale of the values they encode."""

@@ -46,6 +46,8 @@ def action_bounds(spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
             f"got {spec}."
         )
     low, high = spec.space.low, spec.space.high
+    if low.ndim == 0:
+        raise ValueError(f"The action spec needs a last dimension, got a scalar: {spec}.")
     if not (low.isfinite().all() and high.isfinite().all()):
         raise NotImplementedError(
             f"DiffusionActor squashes into a bounded box, but the action spec is unbounded: {spec}."
@@ -212,6 +214,10 @@ class DiffusionActor(SafeModule):
         action_key = unravel_key(out_keys[0])
         low = high = None
         if spec is not None:
+            if isinstance(spec, Composite) and action_key not in spec.keys(True, True):
+                raise KeyError(
+                    f"The spec has no entry {action_key!r}; it has {list(spec.keys(True, True))}."
+                )
             action_spec = spec[action_key] if isinstance(spec, Composite) else spec
             low, high = action_bounds(action_spec)
             if low.shape[-1] != action_dim:
@@ -275,6 +281,9 @@ class DiffusionActor(SafeModule):
                     f"{role} is not an accepted tensordict key. Accepted keys are: {list(accepted)}."
                 )
         accepted.update({role: unravel_key(key) for role, key in kwargs.items()})
+        names = [self.action_key, *map(unravel_key, self.in_keys), *accepted.values()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"The actor's keys must differ from each other, got {names}.")
         self._tensor_keys = self._AcceptedKeys(**accepted)
         self._wire_keys()
 
@@ -350,11 +359,12 @@ class DiffusionActor(SafeModule):
         ):
             return
         if not observation.isfinite().all():
-            rows = (~observation.isfinite()).any(-1).nonzero().tolist()
-            raise ValueError(
-                f"The observation {self.in_keys} has non-finite values in rows {rows[:8]} "
-                f"({len(rows)} of {observation.shape[:-1].numel()})."
-            )
+            where = ""
+            if observation.ndim > 1:
+                rows = (~observation.isfinite()).any(-1).nonzero().tolist()
+                total = observation.shape[:-1].numel()
+                where = f" in rows {rows[:8]} ({len(rows)} of {total})"
+            raise ValueError(f"The observation {self.in_keys} has non-finite values{where}.")
 
     @dispatch(auto_batch_size=False)
     @set_skip_existing(None)

@@ -59,9 +59,7 @@ class HLGaussValueOperator(TensorDictModule):
         expected = 3 if module.predictor is None else 4
         if len(out_keys) != expected:
             raise ValueError(f"This critic has {expected} outputs, got out_keys={list(out_keys)}.")
-        # TensorDictModule drops a surplus output (the absent prediction) only under the key "_".
-        written = list(out_keys) + (["_"] if module.predictor is None else [])
-        super().__init__(module, in_keys=list(in_keys), out_keys=written)
+        super().__init__(module, in_keys=list(in_keys), out_keys=list(out_keys))
 
     @property
     def support(self) -> HLGaussSupport:
