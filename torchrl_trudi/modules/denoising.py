@@ -482,12 +482,18 @@ class DenoisingModel(nn.Module):
         # Rounding of the affine map can leave the box by one ulp.
         return torch.minimum(torch.maximum(center + half * action, self.low), self.high)
 
+    def log_volume(self) -> torch.Tensor:
+        r"""Log-Jacobian of the map from the unit box: :math:`\sum_i \log\frac{h_i - l_i}{2}`, a scalar.
+
+        ``log_prob + log_volume`` is the log-probability of the action in units of its box, which does
+        not depend on the units of the action space.
+        """
+        return (self.high / 2 - self.low / 2).log().sum()
+
     def log_det(self, latent: torch.Tensor) -> torch.Tensor:
         r"""Log-Jacobian of :meth:`squash`: :math:`\sum_i 2 (\log 2 - x_i - \mathrm{softplus}(-2 x_i)) + \log\frac{h_i - l_i}{2}`, ``[*B]``."""
-        log_det = 2 * (_LOG_2 - latent - F.softplus(-2 * latent))
-        if not self._unit_box:
-            log_det = log_det + (self.high / 2 - self.low / 2).log()
-        return log_det.sum(-1)
+        log_det = (2 * (_LOG_2 - latent - F.softplus(-2 * latent))).sum(-1)
+        return log_det if self._unit_box else log_det + self.log_volume()
 
     def extra_repr(self) -> str:
         return f"action_dim={self.action_dim}, num_steps={self.num_steps}"

@@ -49,7 +49,9 @@ class TruDiLoss(LossModule):
         init_temperature (float, optional): initial :math:`\alpha`. Defaults to ``0.01``.
         learn_temperature (bool, optional): whether :math:`\alpha` is a parameter. Defaults to ``True``.
         target_entropy_scale (float, optional): :math:`m_{ent}`; the target of :math:`-running` is
-            ``-target_entropy_scale`` per action dimension. Defaults to ``4.0``.
+            ``-target_entropy_scale`` per action dimension, with the log-probability taken in units of the
+            action box, so that it does not depend on the units of the action space. Defaults to
+            ``4.0``.
         aux_coeff (float, optional): weight of the auxiliary loss. Defaults to ``1.0``.
 
     Raises:
@@ -320,7 +322,8 @@ class TruDiLoss(LossModule):
             value = self.critic_network(state).get(self.tensor_keys.value).squeeze(-1)
         kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
         objective = self.temperature.detach() * log_prob.log_prob - value
-        entropy = -log_prob.running.detach().mean()
+        # In units of the action box: the target then means the same for every action space.
+        entropy = -log_prob.running.detach().mean() - actor.module.log_volume()
         gap = self.target_entropy_scale * action.shape[-1] + entropy
         loss_temperature = (
             (self.temperature * gap).sum()

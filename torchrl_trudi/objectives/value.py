@@ -28,7 +28,9 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
     :math:`Q(s', a')` and the log-probability, and applies
     :func:`~torchrl_trudi.objectives.soft_td_lambda_return`. It writes ``value_target``, and under
     ``"next"`` the action, its log-probability, the value and (if the critic has one) the embedding,
-    which the auxiliary loss regresses.
+    which the auxiliary loss regresses. The returns take the log-probability in units of the action
+    box, so that they do not depend on the units of the action space; what is written is the
+    log-probability itself.
 
     The next state of a terminal step is not used; where it is NaN, the root state takes its place in
     the network calls and the next embedding is marked NaN, so that the auxiliary loss skips the row.
@@ -278,7 +280,9 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             self.lmbda.to(reward),
             self.temperature,
             next_value,
-            next_log_prob,
+            # In units of the action box: the entropy would otherwise pay a constant per step that
+            # depends on the units of the action space, and so favour long or short episodes.
+            next_log_prob + self.actor_network.module.log_volume(),
             reward,
             done,
             following.get(keys.terminated, default=done),
