@@ -145,15 +145,7 @@ class TestActorInTorchRL:
         [
             (PPOLoss, {"entropy_coeff": 0.01}),
             (KLPENPPOLoss, {"entropy_coeff": 0.01}),
-            pytest.param(
-                A2CLoss,
-                {"entropy_coeff": 0.01},
-                marks=pytest.mark.xfail(
-                    strict=True,
-                    raises=KeyError,
-                    reason="A2CLoss passes on the actor's in_keys alone, which lack the chain",
-                ),
-            ),
+            (A2CLoss, {"entropy_coeff": 0.01}),
             (ReinforceLoss, {}),
         ],
         ids=lambda value: getattr(value, "__name__", ""),

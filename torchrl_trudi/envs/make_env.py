@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, unravel_key
 from torchrl.envs import (
+    ActionScaling,
     Compose,
     DoubleToFloat,
     EnvBase,
@@ -34,6 +35,7 @@ def make_env(
     *,
     seed: int | None = None,
     device: torch.device | str | None = None,
+    normalize_action: bool = False,
     normalize_observation: bool = True,
     observation_norm: RunningObservationNorm | None = None,
     observation_keys: Sequence[NestedKey] | None = None,
@@ -51,7 +53,8 @@ def make_env(
     holds its true final observation, with ``"terminated"`` and ``"truncated"`` apart; TorchRL
     then resets the rows that are done, and no other.
 
-    Transforms, applied once to the whole batch, in this order: conversion to float32, a check
+    Transforms, applied once to the whole batch, in this order: the action's map from ``[-1, 1]``
+    (:class:`~torchrl.envs.ActionScaling`, if asked for), conversion to float32, a check
     that observations and rewards are finite (:class:`FiniteCheck`), ``"episode_reward"`` in the
     units of the task (:class:`~torchrl.envs.RewardSum`), ``"step_count"``
     (:class:`~torchrl.envs.StepCounter`), reward scaling, observation normalisation
@@ -68,7 +71,11 @@ def make_env(
             batches with different seeds. Defaults to ``None``, not reproducible.
         device (torch.device or str, optional): device of the tensordicts. Defaults to ``None``,
             the CPU.
-        normalize_observation (bool, optional): whether to normalise. Defaults to ``True``.
+        normalize_action (bool, optional): whether the action space is ``[-1, 1]`` whatever that of
+            the task is. A critic that reads the action wants it at the scale of its other inputs.
+            Defaults to ``False``, the task's own bounds.
+        normalize_observation (bool, optional): whether to normalise observations. Defaults to
+            ``True``.
         observation_norm (RunningObservationNorm, optional): normalise with the statistics of this
             transform, typically that of the training environment
             (:func:`get_observation_norm`). They are shared and not copied; the transform itself
@@ -144,7 +151,12 @@ def make_env(
     try:
         if seed is not None:
             base_env.set_seed(seed)
-        env = TransformedEnv(base_env, DoubleToFloat())
+        # The action passes through the transforms from the last to the first: it is cast to the
+        # dtype of the task before it is scaled.
+        env = TransformedEnv(base_env)
+        if normalize_action:
+            env.append_transform(ActionScaling())
+        env.append_transform(DoubleToFloat())
         keys = _float_keys(env)
         transforms: list[Transform] = [
             FiniteCheck([*keys, "reward"]),

@@ -179,28 +179,28 @@ class TrajectoryKLProjection(LossModule):
         self.num_steps = actor_network.num_steps
         reference = next(actor_network.parameters())
         size = 1 if bound == "path" else self.num_steps
-        log_multiplier = torch.full((size,), float(init_multiplier)).log().to(reference)
+        log_multiplier = reference.new_full((size,), init_multiplier, requires_grad=False).log()
         if mode in ("switch", "lagrangian"):
             self.log_multiplier = nn.Parameter(log_multiplier)
         else:
             self.register_buffer("log_multiplier", log_multiplier)
-        self.register_buffer("eps", torch.tensor(float(eps)).to(reference))
+        self.register_buffer("eps", reference.new_tensor(eps))
         keys = actor_network.tensor_keys
         self.set_keys(chain=keys.chain, loc=keys.loc, scale=keys.scale)
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
-        # No value estimator here; the input keys follow the names.
+        # No value estimator here.
         self._in_keys = None
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """Keys that ``forward`` reads."""
-        if self._in_keys is None:
-            keys = list(self.actor_network.in_keys)
-            if self.old_policy == "recorded":
-                keys += [self.tensor_keys.chain, self.tensor_keys.loc, self.tensor_keys.scale]
-            self._in_keys = keys
-        return self._in_keys
+        if self._in_keys is not None:
+            return self._in_keys
+        keys = list(self.actor_network.observation_keys)
+        if self.old_policy == "recorded":
+            keys += [self.tensor_keys.chain, self.tensor_keys.loc, self.tensor_keys.scale]
+        return keys
 
     @in_keys.setter
     def in_keys(self, values) -> None:

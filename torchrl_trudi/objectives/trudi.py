@@ -16,7 +16,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
 from torchrl_trudi.objectives.trajectory_kl import TrajectoryKLProjection
-from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA
+from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
 __all__ = ["TruDiLoss"]
 
@@ -145,13 +145,13 @@ class TruDiLoss(LossModule):
         self.trajectory_kl = trajectory_kl
         self.convert_to_functional(critic_network, "critic_network")
         reference = next(actor_network.parameters())
-        log_temperature = torch.full((1,), float(init_temperature)).log().to(reference)
+        log_temperature = reference.new_full((1,), init_temperature, requires_grad=False).log()
         if learn_temperature:
             self.log_temperature = nn.Parameter(log_temperature)
         else:
             self.register_buffer("log_temperature", log_temperature)
         self.target_entropy_scale = target_entropy_scale
-        self.register_coeff_buffer("aux_coeff", float(aux_coeff), device=reference.device)
+        self.register_buffer("aux_coeff", reference.new_tensor(float(aux_coeff)))
         names = {"action": actor_network.action_key}
         if isinstance(critic_network, HLGaussValueOperator):
             roles = ("value", "value_logits", "embedding", "next_embedding")
@@ -189,17 +189,17 @@ class TruDiLoss(LossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         """Keys that ``forward`` reads."""
-        if self._in_keys is None:
-            keys = list(self.trajectory_kl.in_keys)
-            for key in (
-                *self.critic_network.in_keys,
-                self.tensor_keys.action,
-                self.tensor_keys.value_target,
-            ):
-                if key not in keys:
-                    keys.append(key)
-            self._in_keys = keys
-        return self._in_keys
+        if self._in_keys is not None:
+            return self._in_keys
+        keys = list(self.trajectory_kl.in_keys)
+        for key in (
+            *self.critic_network.in_keys,
+            self.tensor_keys.action,
+            self.tensor_keys.value_target,
+        ):
+            if key not in keys:
+                keys.append(key)
+        return keys
 
     @in_keys.setter
     def in_keys(self, values) -> None:
@@ -312,6 +312,9 @@ class TruDiLoss(LossModule):
         actor = self.actor_network
         with self.actor_network_params.to_module(actor, preserve_module_state=False):
             action, _, log_prob = actor.rsample(tensordict, noise)
+            # In units of the action box: the target then means the same for every action space.
+            entropy = -(log_prob.running.mean() + actor.module.log_volume()).detach()
+            saturation = self._saturation(action.detach())
         state = tensordict.select(
             *(key for key in self.critic_network.in_keys if key != self.tensor_keys.action)
         )
@@ -322,8 +325,6 @@ class TruDiLoss(LossModule):
             value = self.critic_network(state).get(self.tensor_keys.value).squeeze(-1)
         kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
         objective = self.temperature.detach() * log_prob.log_prob - value
-        # In units of the action box: the target then means the same for every action space.
-        entropy = -log_prob.running.detach().mean() - actor.module.log_volume()
         gap = self.target_entropy_scale * action.shape[-1] + entropy
         loss_temperature = (
             (self.temperature * gap).sum()
@@ -338,7 +339,7 @@ class TruDiLoss(LossModule):
                 **self.trajectory_kl.metrics(kl),
                 "entropy": entropy,
                 "temperature": self.temperature.detach().squeeze(),
-                "saturation_fraction": self._saturation(action.detach()),
+                "saturation_fraction": saturation,
             }
         )
 
@@ -368,12 +369,14 @@ class TruDiLoss(LossModule):
                 "rollout before it is cut into minibatches."
             )
         target = target.detach().squeeze(-1)
-        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
-            out = self.critic_network(tensordict.select(*self.critic_network.in_keys))
-        support = self.critic_network.support
         mask = tensordict.get(keys.mask, None)
         mask = torch.ones_like(target) if mask is None else mask.to(target).squeeze(-1)
-        loss_value = (mask * support.cross_entropy(out.get(keys.value_logits), target)).mean()
+        # The histogram's support is made of buffers of the critic: it is used with its parameters.
+        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
+            out = self.critic_network(tensordict.select(*self.critic_network.in_keys))
+            support = self.critic_network.support
+            loss_value = (mask * support.cross_entropy(out.get(keys.value_logits), target)).mean()
+            clip_fraction = support.clip_fraction(target)
         loss_auxiliary = torch.zeros_like(loss_value)
         following = tensordict.get("next", None)
         goal = None if following is None else following.get(keys.embedding, None)
@@ -388,7 +391,7 @@ class TruDiLoss(LossModule):
                 "loss_critic": loss_value + self.aux_coeff * loss_auxiliary,
                 "value_cross_entropy": loss_value.detach(),
                 "auxiliary_error": loss_auxiliary.detach(),
-                "target_clip_fraction": support.clip_fraction(target),
+                "target_clip_fraction": clip_fraction,
             }
         )
 
@@ -436,10 +439,14 @@ class TruDiLoss(LossModule):
         if isinstance(value_type, ValueEstimatorBase):
             self.value_type = type(value_type)
             self._value_estimator = value_type
-        elif isinstance(value_type, type) and issubclass(value_type, ValueEstimatorBase):
-            estimator: Any = value_type
-            self.value_type = estimator
-            self._value_estimator = estimator.for_loss(self, **hyperparams)
+        elif isinstance(value_type, type) and issubclass(value_type, SoftTDLambdaEstimator):
+            self.value_type = value_type
+            self._value_estimator = value_type.for_loss(self, **hyperparams)
+        elif isinstance(value_type, type):
+            raise NotImplementedError(
+                f"{value_type.__name__} estimates state values; the critic of {type(self).__name__} "
+                f"is a Q function. Supported: {SOFT_TD_LAMBDA!r} or a SoftTDLambdaEstimator class."
+            )
         else:
             dispatch_value_estimator(self, value_type, supported=[SOFT_TD_LAMBDA], **hyperparams)
         self._value_estimator.set_keys(**self._estimator_keys())

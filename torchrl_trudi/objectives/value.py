@@ -32,9 +32,9 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
     box, so that they do not depend on the units of the action space; what is written is the
     log-probability itself.
 
-    The next state of a terminal step is not used; where it is NaN, the root state takes its place in
+    The next state of a terminal step is not used; where it is not finite, the root state takes its place in
     the network calls and the next embedding is marked NaN, so that the auxiliary loss skips the row.
-    A NaN in the next state of any other step is an error (on a GPU it makes the targets NaN instead).
+    In the next state of any other step such a value is an error (on a GPU it goes into the targets).
 
     Unlike its relatives in torchrl it writes no advantage: the pathwise actor loss needs none.
 
@@ -53,7 +53,8 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
 
     Raises:
         ValueError: ``gamma`` or ``lmbda`` outside of ``[0, 1]``, ``chunk_size < 1``, or (in
-            ``forward``) a NaN next state at a step that is not terminal.
+            ``forward``) a next state that is not finite at a step
+            that is not terminal.
 
     Examples:
         >>> import torch
@@ -95,8 +96,11 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         super().__init__(value_network=value_network, device=device)
         self.__dict__["actor_network"] = actor_network
         self.__dict__["_temperature"] = temperature
-        self.register_buffer("gamma", torch.as_tensor(gamma, device=self._device))
-        self.register_buffer("lmbda", torch.as_tensor(lmbda, device=self._device))
+        self.__dict__["_loss"] = None
+        # float64, so that a float64 rollout is not discounted with a rounded factor.
+        factory = {"device": self._device, "dtype": torch.float64}
+        self.register_buffer("gamma", torch.as_tensor(gamma, **factory))
+        self.register_buffer("lmbda", torch.as_tensor(lmbda, **factory))
         self.mask_terminal_entropy = mask_terminal_entropy
         self.chunk_size = chunk_size
         if "state_action_value" in getattr(value_network, "out_keys", ()):
@@ -106,12 +110,25 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
     def for_loss(cls, loss_module, **hyperparams) -> SoftTDLambdaEstimator:
         """Build the estimator on a loss's networks and temperature."""
         hyperparams.setdefault("device", loss_module._default_device)
-        return cls(
+        estimator = cls(
             value_network=loss_module.critic_network,
             actor_network=loss_module.actor_network,
             temperature=loss_module.get_temperature,
             **hyperparams,
         )
+        # The loss owns the parameters: after a deepcopy, a cast or a move the networks' own are
+        # other tensors.
+        estimator.__dict__["_loss"] = loss_module
+        return estimator
+
+    def _with_params(self, name: str, params: TensorDictBase | None = None):
+        """Context in which a network has the given parameters, else those of the loss, if any."""
+        if params is None and self._loss is not None:
+            params = getattr(self._loss, f"{name}_params")
+        if params is None:
+            return nullcontext()
+        network = self.actor_network if name == "actor_network" else self.value_network
+        return params.data.to_module(network, preserve_module_state=False)
 
     @property
     def temperature(self) -> float | torch.Tensor:
@@ -138,7 +155,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
 
     def _observation_keys(self) -> list[NestedKey]:
         action_key = self.actor_network.action_key
-        keys = list(self.actor_network.in_keys)
+        keys = list(self.actor_network.observation_keys)
         keys += [k for k in self.value_network.in_keys if k != action_key and k not in keys]
         return keys
 
@@ -153,19 +170,19 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             observation = following.get(key, None)
             if observation is None:
                 raise KeyError(f"The next state has no entry {key!r}.")
-            missing = observation.isnan().flatten(terminated.ndim - 1).any(-1, keepdim=True)
+            missing = ~observation.isfinite().flatten(terminated.ndim - 1).all(-1, keepdim=True)
             present = present & ~missing
             # Only where the next state is not used: elsewhere a NaN has to show.
             replace = missing & terminated
             replace = replace.reshape(replace.shape + (1,) * (observation.ndim - replace.ndim))
             states.set(key, torch.where(replace, tensordict.get(key), observation))
         bad = ~present & ~terminated
-        # On a GPU the test would wait for the device; there the NaN goes on into the targets and the
-        # loss, which a training loop looks at once per iteration.
+        # On a GPU the test would wait for the device; there the value goes on into the targets and
+        # the loss, which a training loop looks at once per iteration.
         if bad.device.type == "cpu" and bad.any():
             rows = bad.squeeze(-1).nonzero().tolist()
             raise ValueError(
-                f"The next state is NaN at {len(rows)} steps that are not terminal (rows "
+                f"The next state is not finite at {len(rows)} steps that are not terminal (rows "
                 f"{rows[:8]}); the return cannot bootstrap there."
             )
         return states, present
@@ -205,12 +222,10 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         with torch.no_grad():
             flat = states.reshape(-1)
             size = flat.shape[0] if self.chunk_size is None else self.chunk_size
-            context = (
-                nullcontext()
-                if next_params is None
-                else next_params.data.to_module(self.value_network, preserve_module_state=False)
-            )
-            with context:
+            with (
+                self._with_params("actor_network"),
+                self._with_params("critic_network", next_params),
+            ):
                 parts = [self._evaluate(part) for part in flat.split(size)]
             evaluated: TensorDictBase = torch.cat(parts).reshape(tensordict.batch_size)
         log_prob = evaluated.get("log_prob")
@@ -275,6 +290,8 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             next_log_prob = following.get(self.actor_network.tensor_keys.log_prob).unsqueeze(-1)
         reward = following.get(keys.reward)
         done = following.get(keys.done)
+        with self._with_params("actor_network"):
+            log_volume = self.actor_network.module.log_volume().detach()
         return soft_td_lambda_return(
             self.gamma.to(reward),
             self.lmbda.to(reward),
@@ -282,7 +299,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             next_value,
             # In units of the action box: the entropy would otherwise pay a constant per step that
             # depends on the units of the action space, and so favour long or short episodes.
-            next_log_prob + self.actor_network.module.log_volume(),
+            next_log_prob + log_volume,
             reward,
             done,
             following.get(keys.terminated, default=done),

@@ -42,6 +42,7 @@ def build_env(
         config.env.name,
         config.env.num_envs if num_envs is None else num_envs,
         seed=config.seed if seed is None else seed,
+        normalize_action=config.env.normalize_action,
         normalize_observation=config.env.normalize_observation,
         observation_norm=observation_norm,
         reward_scale=config.env.reward_scale,

@@ -70,6 +70,11 @@ class EnvConfig:
 
     name: str = option("Humanoid-v5", "Gymnasium id of the environment.")
     num_envs: int = option(64, "Environments stepped as one batch.", ge=1)
+    normalize_action: bool = option(
+        True,
+        "Act in [-1, 1], mapped to the bounds of the task, so that the critic reads every action at "
+        "the same scale.",
+    )
     normalize_observation: bool = option(
         True,
         "Normalise observations by a running mean and variance, updated while collecting and "

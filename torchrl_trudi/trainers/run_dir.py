@@ -42,6 +42,7 @@ VERSIONS_FILE = "versions.json"
 FIXED_ON_RESUME = (
     "env.name",
     "env.kwargs",
+    "env.normalize_action",
     "env.normalize_observation",
     "env.reward_scale",
     "policy",

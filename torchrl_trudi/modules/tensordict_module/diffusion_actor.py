@@ -245,6 +245,7 @@ class DiffusionActor(SafeModule):
             dtype=dtype,
         )
         super().__init__(module, in_keys=in_keys, out_keys=[action_key], spec=spec, safe=safe)
+        self._observation_keys: list[NestedKey] = [unravel_key(key) for key in in_keys]
         self.action_key = action_key
         self.return_chain = return_chain
         self.return_dist_params = return_dist_params
@@ -281,7 +282,7 @@ class DiffusionActor(SafeModule):
                     f"{role} is not an accepted tensordict key. Accepted keys are: {list(accepted)}."
                 )
         accepted.update({role: unravel_key(key) for role, key in kwargs.items()})
-        names = [self.action_key, *map(unravel_key, self.in_keys), *accepted.values()]
+        names = [self.action_key, *self.observation_keys, *accepted.values()]
         if len(set(names)) < len(names):
             raise ValueError(f"The actor's keys must differ from each other, got {names}.")
         self._tensor_keys = self._AcceptedKeys(**accepted)
@@ -289,6 +290,9 @@ class DiffusionActor(SafeModule):
 
     def _wire_keys(self) -> None:
         keys = self.tensor_keys
+        # Acting does not read the chain, scoring does: losses that select the actor's inputs
+        # (A2CLoss) have to keep it.
+        self.in_keys = [*self._observation_keys, keys.chain]
         out_keys = [self.action_key]
         if self.return_chain:
             out_keys.append(keys.chain)
@@ -335,14 +339,20 @@ class DiffusionActor(SafeModule):
     # -- acting ----------------------------------------------------------------------
 
     @property
+    def observation_keys(self) -> list[NestedKey]:
+        """Keys of the observations; ``in_keys`` also has the chain, which only scoring reads."""
+        return self._observation_keys
+
+    @property
     def num_steps(self) -> int:
         """Number of denoising steps."""
         return self.module.num_steps
 
     def observation(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """The network's input: the entries of ``in_keys``, concatenated, ``[*B, O]``."""
-        parts = [tensordict.get(key) for key in self.in_keys]
-        missing = [key for key, part in zip(self.in_keys, parts, strict=True) if part is None]
+        """The network's input: the entries of ``observation_keys``, concatenated, ``[*B, O]``."""
+        keys = self.observation_keys
+        parts = [tensordict.get(key) for key in keys]
+        missing = [key for key, part in zip(keys, parts, strict=True) if part is None]
         if missing:
             raise KeyError(
                 f"The actor's inputs {missing} are not among the entries "
@@ -364,7 +374,9 @@ class DiffusionActor(SafeModule):
                 rows = (~observation.isfinite()).any(-1).nonzero().tolist()
                 total = observation.shape[:-1].numel()
                 where = f" in rows {rows[:8]} ({len(rows)} of {total})"
-            raise ValueError(f"The observation {self.in_keys} has non-finite values{where}.")
+            raise ValueError(
+                f"The observation {self.observation_keys} has non-finite values{where}."
+            )
 
     @dispatch(auto_batch_size=False)
     @set_skip_existing(None)
@@ -374,7 +386,7 @@ class DiffusionActor(SafeModule):
         Entries that an earlier call left in ``tensordict`` are never read, and are overwritten.
 
         Args:
-            tensordict (TensorDictBase): holds ``in_keys``, and optionally ``noise_key``.
+            tensordict (TensorDictBase): holds the observations, and optionally ``noise_key``.
 
         Returns:
             TensorDictBase: the input, with ``out_keys`` written.
@@ -419,7 +431,7 @@ class DiffusionActor(SafeModule):
         Losses run under deterministic exploration, so they must not sample by calling the actor.
 
         Args:
-            tensordict (TensorDictBase): holds ``in_keys``; nothing is written.
+            tensordict (TensorDictBase): holds the observations; nothing is written.
             noise (torch.Tensor, optional): standard normals ``[*B, N + 1, A]``.
 
         Returns:
@@ -436,7 +448,7 @@ class DiffusionActor(SafeModule):
         """The current policy's kernels at the states of the recorded chain, in one batched call.
 
         Args:
-            tensordict (TensorDictBase): holds ``in_keys`` and the chain.
+            tensordict (TensorDictBase): holds the observations and the chain.
 
         Returns:
             DenoisingPath: batch shape ``[*B]``, or ``[*B, N]`` with ``event_dims=1``.
