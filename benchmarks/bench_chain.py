@@ -7,8 +7,8 @@ Multiply-adds per sample, width h, L layers, N steps, observation O, action A, s
 
 - naive chain: N [(A + O + T) h + (L - 2) h^2 + h A]
 - ours: O h + N [A h + (L - 2) h^2 + h A]; the step part, N T h, is paid once per call
-- path KL with a frozen copy: three times a chain (old sampling, its means, the new means on it), N of
-  them one after the other; recorded: one batched evaluation of N steps
+- path KL with a frozen copy: one sequential chain and one batched evaluation of N steps; recorded: the
+  batched evaluation alone
 """
 
 from __future__ import annotations

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from torchrl_trudi.trainers import (
+    ConfigError,
     TrainConfig,
     check_overrides,
     exit_on_config_error,
     make_run_dir,
     register_configs,
     resolve_device,
+    resumed_config,
     validate,
 )
 
@@ -55,7 +58,7 @@ def train(config: TrainConfig) -> Path:
     """Train and return the run directory."""
     # Imported here, so that --help and a misspelt option answer at once.
     import torch
-    from torchrl.checkpoint import Checkpoint, CheckpointRotation, GlobalRNGState
+    from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, GlobalRNGState
     from torchrl.collectors import Collector
     from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
     from torchrl.envs import ExplorationType
@@ -92,8 +95,12 @@ def train(config: TrainConfig) -> Path:
     optim_critic = torch.optim.Adam(
         loss.critic_parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay
     )
-    learning_rates = [
-        [group["lr"] for group in optim.param_groups] for optim in (optim_actor, optim_critic)
+    optim_settings = [
+        [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optim.param_groups
+        ]
+        for optim in (optim_actor, optim_critic)
     ]
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
@@ -113,6 +120,27 @@ def train(config: TrainConfig) -> Path:
     # A new directory, or that of the run to be continued.
     run_dir = make_run_dir(config.logger.dir, config, config.resume)
     rotation = CheckpointRotation(run_dir / "checkpoints", keep_last=config.logger.keep_checkpoints)
+    if config.resume is not None:
+        newest = rotation.latest()
+        if newest is None:
+            raise ConfigError(f"resume: {run_dir} has no checkpoint to continue from")
+        try:
+            checkpoint.load(newest, map_location=device)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"resume: {newest} cannot be read ({error}); without it, the one before is taken"
+            ) from error
+        if progress["frames"] >= config.collector.total_frames:
+            raise ConfigError(
+                f"resume: {run_dir} has {progress['frames']} frames already; ask for more with "
+                "collector.total_frames"
+            )
+        # The optimisers' states bring the settings of then: those of this call count.
+        for optim, settings in zip((optim_actor, optim_critic), optim_settings, strict=True):
+            for group, given in zip(optim.param_groups, settings, strict=True):
+                group.update(given)
+        # Otherwise every resumed run would begin with the same episodes as the first.
+        env.set_seed(config.seed + progress["frames"])
     collector = Collector(
         env,
         actor,
@@ -125,15 +153,6 @@ def train(config: TrainConfig) -> Path:
         # The policy has no state between steps that a transform would have to reset.
         auto_register_policy_transforms=False,
     )
-    if config.resume is not None:
-        if rotation.latest() is None:
-            logging.warning("%s has no checkpoint yet: it starts from its beginning", run_dir)
-        else:
-            rotation.load_latest(checkpoint, map_location=device)
-            # The optimisers' states bring the learning rates of then: those of this call count.
-            for optim, rates in zip((optim_actor, optim_critic), learning_rates, strict=True):
-                for group, rate in zip(optim.param_groups, rates, strict=True):
-                    group["lr"] = rate
     writer = ScalarWriter(run_dir, resume_from=progress["frames"] if config.resume else None)
 
     def log_evaluation() -> dict[str, float]:
@@ -148,6 +167,7 @@ def train(config: TrainConfig) -> Path:
                     exploration_type=ExplorationType[
                         "DETERMINISTIC" if name == "deterministic" else "RANDOM"
                     ],
+                    policy_device=device,
                 )
                 scalars[f"eval/return_{name}"] = result.mean
                 scalars[f"eval/return_{name}_std"] = result.std
@@ -177,9 +197,8 @@ def train(config: TrainConfig) -> Path:
             # Targets of the whole rollout, then minibatches of single transitions.
             loss.update_old_policy()
             loss.value_estimator(data)
-            embedding = ("next", loss.tensor_keys.embedding)
             buffer.empty()
-            buffer.extend(data.select(*loss.in_keys, embedding).reshape(-1))
+            buffer.extend(data.select(*loss.in_keys).reshape(-1))
 
             metrics = []
             for _ in range(config.optim.num_epochs):
@@ -214,11 +233,6 @@ def train(config: TrainConfig) -> Path:
 
             # All scalars of the iteration, in one transfer from the device.
             scalars = summarize(data, torch.stack(metrics), config.optim.num_minibatches)
-            for key in ("train/loss_actor", "train/loss_critic"):
-                if not math.isfinite(scalars[key]):
-                    raise FloatingPointError(
-                        f"{key} is {scalars[key]} after {progress['frames']} frames: {scalars}"
-                    )
             if math.isfinite(scalars["train/return"]):
                 train_return = scalars["train/return"]
             else:  # no episode ended
@@ -231,6 +245,11 @@ def train(config: TrainConfig) -> Path:
             scalars["time/frames_per_second"] = data.numel() / seconds
             scalars["time/collection_fraction"] = (collected - start) / seconds
             writer.write(progress["frames"], scalars)
+            for key in ("train/loss_actor", "train/loss_critic"):
+                if not math.isfinite(scalars[key]):
+                    raise FloatingPointError(
+                        f"{key} is {scalars[key]} at {progress['frames']} frames, see {writer.path}"
+                    )
             bar.update(data.numel())
             bar.set_postfix(
                 ret=f"{train_return:.0f}", kl=f"{scalars['train/kl']:.3f}", refresh=False
@@ -249,7 +268,11 @@ def train(config: TrainConfig) -> Path:
         if not eval_env.is_closed:
             eval_env.close()
 
-    curve = plot_learning_curve(run_dir, run_dir / "learning_curve.png", title=config.env.name)
+    curve: Path | str = run_dir / "learning_curve.png"
+    try:
+        plot_learning_curve(run_dir, curve, title=config.env.name)
+    except ValueError as error:  # a run so short that no episode ended
+        curve = f"none ({error})"
     lines = {
         "task": f"{config.env.name}, seed {config.seed}",
         "frames": f"{progress['frames']:,} in {progress['seconds'] / 60:.1f} min",
@@ -270,6 +293,10 @@ def train(config: TrainConfig) -> Path:
 def main(config: DictConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with exit_on_config_error():
+        if config.resume is not None:
+            # The run's own settings, and what this call changes.
+            overrides = HydraConfig.get().overrides.task
+            _, config = resumed_config(config.resume, config.logger.dir, overrides)
         train(validate(config))
 
 

@@ -278,7 +278,7 @@ class TestNaNNextState:
         data["proprio"] = data["observation"].clone()
         data["next", "proprio"] = data["next", "observation"].clone()
         data["next", "observation"][0, 1] = math.nan
-        with pytest.raises(ValueError, match="NaN"):
+        with pytest.raises(ValueError, match="not finite"):
             make_estimator(actor, linear_critic())(data)
         end(data, (0, 1), "terminated")
         make_estimator(actor, linear_critic())(data)

@@ -509,7 +509,7 @@ class TestConstruction:
         projection = TrajectoryKLProjection(actor, old_policy=old_policy, eps=0.5)
         nudge(projection)
         torch.manual_seed(1)
-        other = TrajectoryKLProjection(make_actor(), old_policy=old_policy, eps=0.1)
+        other = TrajectoryKLProjection(make_actor(), old_policy=old_policy, eps=0.5)
         result = other.load_state_dict(projection.state_dict())
         assert not result.missing_keys and not result.unexpected_keys
         data = make_batch(make_actor(), 4)
@@ -519,6 +519,21 @@ class TestConstruction:
             outs.append(each(data))
         for key in projection.out_keys:
             torch.testing.assert_close(outs[0][key], outs[1][key])
+
+    def test_settings_are_not_state(self, actor):
+        """A checkpoint does not bring back the settings of then."""
+        old = TrajectoryKLProjection(actor, mode="penalty", eps=0.5, init_multiplier=0.2)
+        new = TrajectoryKLProjection(actor, mode="penalty", eps=0.1, init_multiplier=0.3)
+        new.load_state_dict(old.state_dict())
+        assert new.eps.item() == pytest.approx(0.1)
+        assert new.multiplier.item() == pytest.approx(0.3)
+
+    def test_old_policy_carries_no_gradient(self, actor):
+        data = actor(make_batch(actor, 4).select("observation"))
+        assert data["denoising", "loc"].requires_grad
+        per_step = TrajectoryKLProjection(actor).path_kl(data).per_step
+        grads = torch.autograd.grad(per_step.sum(), data["denoising", "loc"], allow_unused=True)
+        assert grads == (None,)
 
     @pytest.mark.parametrize("old_policy", ["recorded", "target"])
     def test_deepcopy(self, actor, old_policy):

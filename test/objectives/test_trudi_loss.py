@@ -26,7 +26,7 @@ from objectives._parts import (
 from tensordict import TensorDict
 from torchrl.envs import ExplorationType, set_exploration_type
 
-from torchrl_trudi.modules import StepSizes
+from torchrl_trudi.modules import HLGaussValueOperator, StepSizes
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
 
 ACTOR_LOSSES = ("loss_actor", "loss_temperature", "loss_kl_multiplier")
@@ -328,6 +328,9 @@ class TestCriticLoss:
     def test_without_next_embedding(self):
         loss = make_loss()
         data = make_transitions(loss.actor_network, 4).exclude("next")
+        with pytest.raises(KeyError, match="value_estimator"):
+            loss.critic_loss(data)
+        loss = make_loss(aux_coeff=0.0)
         out = loss.critic_loss(data)
         assert out["auxiliary_error"] == 0
         torch.testing.assert_close(out["loss_critic"].detach(), out["value_cross_entropy"])
@@ -443,7 +446,7 @@ class TestForward:
 
     def test_dispatch(self):
         loss = make_loss()
-        data = make_transitions(loss.actor_network, 4).exclude("next")
+        data = make_transitions(loss.actor_network, 4)
         torch.manual_seed(1)
         expected = loss(data)
         torch.manual_seed(1)
@@ -468,9 +471,24 @@ class TestForward:
         loss = make_loss(make_actor(dtype=torch.float32), make_critic(dtype=torch.float32))
         loss = loss.double()
         assert {value.dtype for value in loss.state_dict().values()} == {DTYPE}
-        for network in (loss.actor_network, loss.critic_network):
-            buffers = {name: x.dtype for name, x in network.named_buffers()}
-            assert set(buffers.values()) == {DTYPE}, buffers
+        loss.make_value_estimator()
+        out = loss(make_rollout(make_actor(dtype=DTYPE), 2, 3))
+        assert {value.dtype for value in out.values()} == {DTYPE}
+        total(out).backward()
+
+    def test_state_value_critic_is_refused(self):
+        critic = make_critic()
+        with pytest.raises(ValueError, match="Q function"):
+            make_loss(critic=HLGaussValueOperator(critic.module, in_keys=["observation"]))
+
+    def test_settings_are_not_state(self):
+        old, new = make_loss(aux_coeff=3.0), make_loss(aux_coeff=1.0)
+        old.make_value_estimator(gamma=0.5, lmbda=0.5)
+        new.make_value_estimator(gamma=0.9, lmbda=0.8)
+        new.load_state_dict(old.state_dict())
+        assert new.aux_coeff.item() == 1.0
+        assert new.value_estimator.gamma.item() == pytest.approx(0.9)
+        assert new.value_estimator.lmbda.item() == pytest.approx(0.8)
 
 
 class TestKeys:

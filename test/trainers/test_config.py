@@ -156,7 +156,7 @@ def test_cross_field_problems_are_all_listed():
         "collector.total_frames",
         "critic.vmin",
     ]
-    assert "env.num_envs=3" in lines[0] and "for instance 99" in lines[0]
+    assert "env.num_envs=3" in lines[0] and "for instance 96" in lines[0]
     assert "optim.num_minibatches=8" in lines[1]
     assert "critic.vmax=1.0" in lines[3]
 
@@ -213,7 +213,7 @@ def test_devices(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("auto") == torch.device("cuda")
+    assert resolve_device("auto") == torch.device("cuda:0")
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ConfigError, match="got 'cuda:2', accepted .*: auto, cpu, cuda:0, cuda:1$"):
         resolve_device("cuda:2")

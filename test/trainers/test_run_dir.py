@@ -149,8 +149,8 @@ def test_resume_reuses_the_directory_and_keeps_the_old_config(tmp_path, caplog):
     )
     assert make_run_dir("elsewhere", longer, resume=str(run)) == run
     assert validate(load_config(run)) == longer
-    assert OmegaConf.load(run / "config.0.yaml").collector.total_frames == 1_000_000
-    assert "changed collector.total_frames: 1000000 -> 2000000" in caplog.text
+    assert OmegaConf.load(run / "config.0.yaml").collector.total_frames == 500_000
+    assert "changed collector.total_frames: 500000 -> 2000000" in caplog.text
     assert "logger" not in caplog.text
     assert not (tmp_path / "elsewhere").exists()
     # Nothing has changed since: no further copy.

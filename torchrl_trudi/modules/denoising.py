@@ -168,9 +168,6 @@ class DenoisingModel(nn.Module):
         low, high = self._check_bounds(low, high, std)
         self.register_buffer("low", low.expand(action_dim).clone())
         self.register_buffer("high", high.expand(action_dim).clone())
-        # A Python flag, so that the usual box costs no affine map and no device sync.
-        self._unit_box = self._is_unit_box()
-        self.register_load_state_dict_post_hook(_refresh_unit_box)
         self.register_buffer("_steps", torch.arange(num_steps + 1, **factory), persistent=False)
 
     def _check_bounds(
@@ -194,9 +191,6 @@ class DenoisingModel(nn.Module):
                 f"The action box needs low < high, got low={low.tolist()}, high={high.tolist()}."
             )
         return low, high
-
-    def _is_unit_box(self) -> bool:
-        return bool((self.low == -1).all() and (self.high == 1).all())
 
     # -- kernels -----------------------------------------------------------------
 
@@ -278,6 +272,19 @@ class DenoisingModel(nn.Module):
             generator=generator,
         )
 
+    def _check_noise(
+        self,
+        noise: torch.Tensor | None,
+        batch_shape: torch.Size,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if noise is None:
+            return self.draw_noise(batch_shape, generator)
+        expected = (*batch_shape, self.num_steps + 1, self.action_dim)
+        if tuple(noise.shape) != expected:
+            raise ValueError(f"noise must have shape {expected}, got {tuple(noise.shape)}.")
+        return noise
+
     def initial_latent(self, noise: torch.Tensor) -> torch.Tensor:
         """``x_0`` from standard normals ``[*B, A]``; it carries no gradient."""
         mean, std = self.prior()
@@ -309,11 +316,7 @@ class DenoisingModel(nn.Module):
             ValueError: noise of another shape.
         """
         batch_shape = observation.shape[:-1]
-        if noise is None:
-            noise = self.draw_noise(batch_shape, generator)
-        expected = (*batch_shape, self.num_steps + 1, self.action_dim)
-        if tuple(noise.shape) != expected:
-            raise ValueError(f"noise must have shape {expected}, got {tuple(noise.shape)}.")
+        noise = self._check_noise(noise, batch_shape, generator)
         eta, scale = self.kernel_coefficients()
         control = self._control(self.score_network, observation, self._steps[:-1])
         latent = self.initial_latent(noise[..., 0, :])
@@ -350,8 +353,7 @@ class DenoisingModel(nn.Module):
         Returns:
             DenoisingChain: latents, detached means and scales.
         """
-        if noise is None:
-            noise = self.draw_noise(observation.shape[:-1])
+        noise = self._check_noise(noise, observation.shape[:-1])
         eta, scale = self.kernel_coefficients(step_sizes)
         with torch.no_grad():
             control = self._control(self.score_network, observation, self._steps[:-1])
@@ -475,8 +477,6 @@ class DenoisingModel(nn.Module):
     def squash(self, latent: torch.Tensor) -> torch.Tensor:
         """Action of a final latent: ``tanh``, then the affine map to ``[low, high]``; ``[*B, A]``."""
         action = latent.tanh()
-        if self._unit_box:
-            return action
         # Halved first: the width of a very wide box is infinite.
         center, half = self.high / 2 + self.low / 2, self.high / 2 - self.low / 2
         # Rounding of the affine map can leave the box by one ulp.
@@ -492,13 +492,7 @@ class DenoisingModel(nn.Module):
 
     def log_det(self, latent: torch.Tensor) -> torch.Tensor:
         r"""Log-Jacobian of :meth:`squash`: :math:`\sum_i 2 (\log 2 - x_i - \mathrm{softplus}(-2 x_i)) + \log\frac{h_i - l_i}{2}`, ``[*B]``."""
-        log_det = (2 * (_LOG_2 - latent - F.softplus(-2 * latent))).sum(-1)
-        return log_det if self._unit_box else log_det + self.log_volume()
+        return (2 * (_LOG_2 - latent - F.softplus(-2 * latent))).sum(-1) + self.log_volume()
 
     def extra_repr(self) -> str:
         return f"action_dim={self.action_dim}, num_steps={self.num_steps}"
-
-
-def _refresh_unit_box(module: DenoisingModel, incompatible_keys) -> None:
-    # The bounds are buffers: a loaded state may bring others than the constructor's.
-    module._unit_box = module._is_unit_box()

@@ -59,6 +59,9 @@ class TrajectoryKLProjection(LossModule):
     :math:`\beta` is kept in log space and moved by
     :math:`J_\beta = -\beta\, \mathrm{sg}(\mathrm{mean}_s (\mathrm{kl}(s) - \epsilon))`.
 
+    A learned prior is outside of the trust region, as in the published estimator: both policies'
+    paths start from the current prior, and its own KL is not added.
+
     Used alone, ``forward`` gives ``loss_trajectory_kl`` (zero for the states inside the bound in
     ``"switch"`` mode) and ``loss_kl_multiplier``, to be added to any other actor loss. A loss that
     has its objective per state calls :meth:`path_kl` and :meth:`combine`, as
@@ -87,8 +90,9 @@ class TrajectoryKLProjection(LossModule):
 
     Raises:
         ValueError: an unknown choice, ``eps <= 0``, ``init_multiplier <= 0``, ``num_paths < 1``,
-            several paths with ``"recorded"``, or ``"reverse"`` with ``"recorded"`` (the recorded
-            path is the old policy's, and the old network is not in the batch).
+            several paths with ``"recorded"`` or ``"reverse"``, or ``"reverse"`` with ``"recorded"``:
+            it needs the old network on a path of the new policy, and a batch has only a path of
+            the old one.
         KeyError: ``forward`` without the recorded entries.
 
     Examples:
@@ -161,6 +165,8 @@ class TrajectoryKLProjection(LossModule):
                 f"A batch holds one recorded path per state; num_paths={num_paths} needs "
                 "old_policy='target'."
             )
+        if direction == "reverse" and num_paths > 1:
+            raise ValueError(f"direction='reverse' uses one path, got num_paths={num_paths}.")
         if old_policy == "recorded" and direction == "reverse":
             raise ValueError(
                 "direction='reverse' evaluates the old network on a path of the new policy, which "
@@ -183,8 +189,9 @@ class TrajectoryKLProjection(LossModule):
         if mode in ("switch", "lagrangian"):
             self.log_multiplier = nn.Parameter(log_multiplier)
         else:
-            self.register_buffer("log_multiplier", log_multiplier)
-        self.register_buffer("eps", reference.new_tensor(eps))
+            self.register_buffer("log_multiplier", log_multiplier, persistent=False)
+        # Settings, not state: a checkpoint must not bring back those it was made with.
+        self.register_buffer("eps", reference.new_tensor(eps), persistent=False)
         keys = actor_network.tensor_keys
         self.set_keys(chain=keys.chain, loc=keys.loc, scale=keys.scale)
 
@@ -256,7 +263,8 @@ class TrajectoryKLProjection(LossModule):
                     "DiffusionActor built with return_chain=True and return_dist_params=True, or "
                     "use old_policy='target'."
                 )
-        latents, loc_old, scale_old = recorded
+        # The old policy is a constant, also if it was recorded with gradients on.
+        latents, loc_old, scale_old = (entry.detach() for entry in recorded)
         with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
             observation = self.actor_network.observation(tensordict)
             loc, scale = self.actor_network.module.score(observation, latents)

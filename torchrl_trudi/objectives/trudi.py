@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
+from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
 from tensordict.nn import dispatch
 from torch import nn
 from torchrl.objectives.common import LossModule
@@ -55,7 +55,8 @@ class TruDiLoss(LossModule):
         aux_coeff (float, optional): weight of the auxiliary loss. Defaults to ``1.0``.
 
     Raises:
-        ValueError: ``init_temperature <= 0`` or ``aux_coeff < 0``; a trust region on another actor.
+        ValueError: ``init_temperature <= 0`` or ``aux_coeff < 0``; a trust region on another actor; a
+            critic that does not read the action.
         KeyError: missing entries in the batch.
 
     Examples:
@@ -73,7 +74,8 @@ class TruDiLoss(LossModule):
         >>> loss = TruDiLoss(actor, critic)
         >>> with torch.no_grad():
         ...     data = actor(TensorDict({"observation": torch.randn(4, 3)}, [4]))
-        >>> data["value_target"] = torch.randn(4, 1)
+        >>> data["value_target"] = torch.randn(4, 1)  # these two come from loss.value_estimator
+        >>> data["next", "critic", "embedding"] = torch.randn(4, 16)
         >>> losses = loss(data)
         >>> sorted(key for key in losses.keys() if key.startswith("loss_"))
         ['loss_actor', 'loss_critic', 'loss_kl_multiplier', 'loss_temperature']
@@ -95,7 +97,6 @@ class TruDiLoss(LossModule):
                 ``("critic", "next_embedding")``.
             mask (NestedKey): optional weights ``[*B, 1]`` of the critic's loss; the means still
                 divide by the batch size. Defaults to ``"mask"``.
-            advantage (NestedKey): for upstream estimators. Defaults to ``"advantage"``.
             reward (NestedKey): Defaults to ``"reward"``.
             done (NestedKey): Defaults to ``"done"``.
             terminated (NestedKey): Defaults to ``"terminated"``.
@@ -108,7 +109,6 @@ class TruDiLoss(LossModule):
         embedding: NestedKey = ("critic", "embedding")
         next_embedding: NestedKey = ("critic", "next_embedding")
         mask: NestedKey = "mask"
-        advantage: NestedKey = "advantage"
         reward: NestedKey = "reward"
         done: NestedKey = "done"
         terminated: NestedKey = "terminated"
@@ -139,6 +139,11 @@ class TruDiLoss(LossModule):
             trajectory_kl = TrajectoryKLProjection(actor_network)
         elif trajectory_kl.actor_network is not actor_network:
             raise ValueError("trajectory_kl must be built on the same actor_network.")
+        if actor_network.action_key not in critic_network.in_keys:
+            raise ValueError(
+                f"The critic must be a Q function: the action {actor_network.action_key!r} is not "
+                f"among its in_keys {list(critic_network.in_keys)}."
+            )
         super().__init__()
         self._in_keys: list[NestedKey] | None = None
         self._out_keys: list[NestedKey] | None = None
@@ -149,9 +154,15 @@ class TruDiLoss(LossModule):
         if learn_temperature:
             self.log_temperature = nn.Parameter(log_temperature)
         else:
-            self.register_buffer("log_temperature", log_temperature)
+            self.register_buffer("log_temperature", log_temperature, persistent=False)
         self.target_entropy_scale = target_entropy_scale
-        self.register_buffer("aux_coeff", reference.new_tensor(float(aux_coeff)))
+        # A setting, not state: a checkpoint must not bring back the one it was made with.
+        self.register_buffer("aux_coeff", reference.new_tensor(float(aux_coeff)), persistent=False)
+        self._has_auxiliary = (
+            aux_coeff > 0
+            and isinstance(critic_network, HLGaussValueOperator)
+            and critic_network.module.predictor is not None
+        )
         names = {"action": actor_network.action_key}
         if isinstance(critic_network, HLGaussValueOperator):
             roles = ("value", "value_logits", "embedding", "next_embedding")
@@ -178,12 +189,22 @@ class TruDiLoss(LossModule):
     # -- keys ------------------------------------------------------------------------
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
+        action = unravel_key(self.tensor_keys.action)
+        if action != self.actor_network.action_key:
+            # The critic would go on reading the recorded action, and give the actor no gradient.
+            raise ValueError(
+                f"The action key is the actor's {self.actor_network.action_key!r}, got {action!r}."
+            )
         if self._value_estimator is not None:
             self._value_estimator.set_keys(**self._estimator_keys())
         self._in_keys = None
 
+    @property
+    def _next_embedding_key(self) -> NestedKey:
+        return unravel_key(("next", self.tensor_keys.embedding))
+
     def _estimator_keys(self) -> dict[str, NestedKey]:
-        names = ("advantage", "value_target", "value", "reward", "done", "terminated")
+        names = ("value_target", "value", "reward", "done", "terminated", "embedding")
         return {name: getattr(self.tensor_keys, name) for name in names}
 
     @property
@@ -196,6 +217,7 @@ class TruDiLoss(LossModule):
             *self.critic_network.in_keys,
             self.tensor_keys.action,
             self.tensor_keys.value_target,
+            *([self._next_embedding_key] if self._has_auxiliary else []),
         ):
             if key not in keys:
                 keys.append(key)
@@ -354,7 +376,8 @@ class TruDiLoss(LossModule):
 
         Args:
             tensordict (TensorDictBase): transitions ``[*B]`` with the critic's inputs,
-                ``value_target`` and, for the auxiliary loss, the next embedding. Rows whose next
+                ``value_target`` and, for the auxiliary loss, the next embedding; all of them are in
+                ``in_keys``. Rows whose next
                 embedding is not finite are left out of the auxiliary loss.
 
         Returns:
@@ -378,10 +401,15 @@ class TruDiLoss(LossModule):
             loss_value = (mask * support.cross_entropy(out.get(keys.value_logits), target)).mean()
             clip_fraction = support.clip_fraction(target)
         loss_auxiliary = torch.zeros_like(loss_value)
-        following = tensordict.get("next", None)
-        goal = None if following is None else following.get(keys.embedding, None)
-        prediction = out.get(keys.next_embedding, None)
-        if goal is not None and prediction is not None:
+        if self._has_auxiliary:
+            goal = tensordict.get(self._next_embedding_key, None)
+            if goal is None:
+                raise KeyError(
+                    f"No next embedding under {self._next_embedding_key!r}: run "
+                    "loss.value_estimator on the rollout and keep this entry in the minibatches "
+                    "(loss.in_keys has it), or build the loss with aux_coeff=0."
+                )
+            prediction = out.get(keys.next_embedding)
             valid = goal.isfinite().all(-1, keepdim=True)
             # Selected before squaring: NaN * 0 is NaN in the gradient too.
             error = torch.where(valid, prediction - goal.detach().nan_to_num(), 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
@@ -11,7 +12,7 @@ from tensordict.nn import TensorDictModule, dispatch
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_trudi.modules.tensordict_module import DiffusionActor
+from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
 
 __all__ = ["SOFT_TD_LAMBDA", "SoftTDLambdaEstimator"]
@@ -53,7 +54,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
 
     Raises:
         ValueError: ``gamma`` or ``lmbda`` outside of ``[0, 1]``, ``chunk_size < 1``, or (in
-            ``forward``) a next state that is not finite at a step
+            ``forward``) a padded rollout, or a next state that is not finite at a step
             that is not terminal.
 
     Examples:
@@ -76,6 +77,28 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         torch.Size([4, 5, 1])
     """
 
+    @dataclass
+    class _AcceptedKeys(ValueEstimatorBase._AcceptedKeys):
+        """The keys of the base class, and the critic's embedding.
+
+        Attributes:
+            embedding (NestedKey): the critic's embedding. Defaults to the critic's own, or
+                ``("critic", "embedding")``.
+        """
+
+        # Repeated, because the base class's set_keys looks for the names in this class itself.
+        advantage: NestedKey = "advantage"
+        value_target: NestedKey = "value_target"
+        value: NestedKey = "state_value"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+        steps_to_next_obs: NestedKey = "steps_to_next_obs"
+        sample_log_prob: NestedKey | None = None
+        embedding: NestedKey = ("critic", "embedding")
+
+    default_keys = _AcceptedKeys
+
     def __init__(
         self,
         *,
@@ -97,25 +120,26 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         self.__dict__["actor_network"] = actor_network
         self.__dict__["_temperature"] = temperature
         self.__dict__["_loss"] = None
-        # float64, so that a float64 rollout is not discounted with a rounded factor.
+        # float64, so that a float64 rollout is not discounted with a rounded factor. Not part of the
+        # state: a checkpoint must not bring back the settings it was made with.
         factory = {"device": self._device, "dtype": torch.float64}
-        self.register_buffer("gamma", torch.as_tensor(gamma, **factory))
-        self.register_buffer("lmbda", torch.as_tensor(lmbda, **factory))
+        self.register_buffer("gamma", torch.as_tensor(gamma, **factory), persistent=False)
+        self.register_buffer("lmbda", torch.as_tensor(lmbda, **factory), persistent=False)
         self.mask_terminal_entropy = mask_terminal_entropy
         self.chunk_size = chunk_size
-        if "state_action_value" in getattr(value_network, "out_keys", ()):
+        if isinstance(value_network, HLGaussValueOperator):
+            self.set_keys(value=value_network.value_key, embedding=value_network.out_keys[2])
+        elif "state_action_value" in getattr(value_network, "out_keys", ()):
             self.set_keys(value="state_action_value")
 
     @classmethod
     def for_loss(cls, loss_module, **hyperparams) -> SoftTDLambdaEstimator:
         """Build the estimator on a loss's networks and temperature."""
         hyperparams.setdefault("device", loss_module._default_device)
-        estimator = cls(
-            value_network=loss_module.critic_network,
-            actor_network=loss_module.actor_network,
-            temperature=loss_module.get_temperature,
-            **hyperparams,
-        )
+        hyperparams.setdefault("value_network", loss_module.critic_network)
+        hyperparams.setdefault("actor_network", loss_module.actor_network)
+        hyperparams.setdefault("temperature", loss_module.get_temperature)
+        estimator = cls(**hyperparams)
         # The loss owns the parameters: after a deepcopy, a cast or a move the networks' own are
         # other tensors.
         estimator.__dict__["_loss"] = loss_module
@@ -123,11 +147,11 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
 
     def _with_params(self, name: str, params: TensorDictBase | None = None):
         """Context in which a network has the given parameters, else those of the loss, if any."""
-        if params is None and self._loss is not None:
+        network = self.actor_network if name == "actor_network" else self.value_network
+        if params is None and network is getattr(self._loss, name, None):
             params = getattr(self._loss, f"{name}_params")
         if params is None:
             return nullcontext()
-        network = self.actor_network if name == "actor_network" else self.value_network
         return params.data.to_module(network, preserve_module_state=False)
 
     @property
@@ -215,6 +239,11 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
                 f"Expected a rollout [*B, T], got batch_size={tensordict.batch_size}."
             )
         keys = self.tensor_keys
+        if tensordict.get(("collector", "mask"), None) is not None:
+            raise ValueError(
+                "The rollout is padded (it has a collector mask), and padding would be taken for "
+                "data: collect with split_trajs=False; the done flags separate the trajectories."
+            )
         done = tensordict.get(("next", keys.done))
         terminated = tensordict.get(("next", keys.terminated), default=done)
         states, present = self._next_states(tensordict, terminated)
@@ -236,16 +265,12 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         following.set(keys.value, value)
         embedding = evaluated.get("embedding", None)
         if embedding is not None:
-            following.set(self._embedding_key, embedding.masked_fill(~present, torch.nan))
+            following.set(keys.embedding, embedding.masked_fill(~present, torch.nan))
         tensordict.set(
             keys.value_target,
             self.value_estimate(tensordict, next_value=value, next_log_prob=log_prob),
         )
         return tensordict
-
-    @property
-    def _embedding_key(self) -> NestedKey:
-        return self.value_network.out_keys[2]
 
     def _evaluate(self, states: TensorDictBase) -> TensorDict:
         action, _, log_prob = self.actor_network.rsample(states)
@@ -256,8 +281,8 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             "log_prob": log_prob.log_prob.unsqueeze(-1),
             "value": states.get(self.tensor_keys.value),
         }
-        if len(self.value_network.out_keys) > 2:
-            out["embedding"] = states.get(self._embedding_key)
+        if self.tensor_keys.embedding in self.value_network.out_keys:
+            out["embedding"] = states.get(self.tensor_keys.embedding)
         return TensorDict(out, batch_size=states.batch_size)
 
     def value_estimate(

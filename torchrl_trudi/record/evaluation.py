@@ -109,6 +109,7 @@ def evaluate(
     max_steps: int | None = None,
     seed: int | None = None,
     return_key: NestedKey = "episode_reward",
+    policy_device: torch.device | str | None = None,
 ) -> EvaluationResult:
     """Runs a policy for a number of complete episodes.
 
@@ -127,8 +128,7 @@ def evaluate(
         env (EnvBase): batched environment of batch size ``[num_envs]`` (or ``[]``) that writes
             the running sum of rewards in its ``next`` entry, see
             :class:`~torchrl.envs.RewardSum`.
-        policy (Callable[[TensorDictBase], TensorDictBase]): writes the action. On the device of
-            the environment.
+        policy (Callable[[TensorDictBase], TensorDictBase]): writes the action.
         num_episodes (int): number of episodes, at least 1.
 
     Keyword Args:
@@ -141,6 +141,8 @@ def evaluate(
         return_key (NestedKey, optional): where the sum of rewards is. Defaults to
             ``"episode_reward"``: with RewardSum before any reward scaling, that is the return in
             the units of the task.
+        policy_device (torch.device or str, optional): device of the policy, if it is not that of
+            the environment. Defaults to ``None``.
 
     Returns:
         EvaluationResult: returns, lengths and kinds of end, each of shape ``[num_episodes]``.
@@ -176,6 +178,8 @@ def evaluate(
     ):
         if seed is not None:
             env.set_seed(seed)
+        if policy_device is not None:
+            policy = _on_device(policy, policy_device, env.device)
         return _run(env, policy, num_episodes, max_steps, return_key)
 
 
@@ -215,6 +219,17 @@ def _run(
             steps[done] = 0
         tensordict = env.maybe_reset(step_mdp(tensordict))
     return EvaluationResult(returns, lengths, terminations)
+
+
+def _on_device(
+    policy: Callable[[TensorDictBase], TensorDictBase],
+    policy_device: torch.device | str,
+    env_device: torch.device | None,
+) -> Callable[[TensorDictBase], TensorDictBase]:
+    def act(tensordict: TensorDictBase) -> TensorDictBase:
+        return policy(tensordict.to(policy_device)).to(env_device or "cpu")
+
+    return act
 
 
 def _cut(following: TensorDictBase, mask: torch.Tensor) -> None:

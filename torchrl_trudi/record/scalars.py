@@ -42,6 +42,7 @@ class ScalarWriter:
 
     Examples:
         >>> import tempfile
+        >>> from torchrl_trudi.record import ScalarWriter, read_scalars
         >>> with tempfile.TemporaryDirectory() as run:
         ...     with ScalarWriter(run) as writer:
         ...         writer.write(128, {"train/return": 1.5})

@@ -1,4 +1,4 @@
-"""Training: configuration, run directories and the training loop."""
+"""Training: configuration, run directories and builders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl_trudi.trainers.config import (
     validate,
 )
 from torchrl_trudi.trainers.overrides import check_overrides, exit_on_config_error
-from torchrl_trudi.trainers.run_dir import load_config, make_run_dir
+from torchrl_trudi.trainers.run_dir import load_config, make_run_dir, resumed_config
 
 __all__ = [
     "ConfigError",
@@ -23,5 +23,6 @@ __all__ = [
     "make_run_dir",
     "register_configs",
     "resolve_device",
+    "resumed_config",
     "validate",
 ]

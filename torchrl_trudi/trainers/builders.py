@@ -14,7 +14,7 @@ from torchrl_trudi.modules import (
     StepSizes,
 )
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
-from torchrl_trudi.trainers.config import TrainConfig
+from torchrl_trudi.trainers.config import ConfigError, TrainConfig
 
 __all__ = ["build_actor", "build_critic", "build_env", "build_loss"]
 
@@ -37,7 +37,23 @@ def build_env(
 
     Returns:
         The environment, on the CPU.
+
+    Raises:
+        ConfigError: the task does not exist, or refuses an option.
     """
+    try:
+        return _make_env(config, num_envs, seed, observation_norm)
+    except (ValueError, TypeError) as error:
+        # What the environment refuses is an option of the run.
+        raise ConfigError(f"env: {error}") from error
+
+
+def _make_env(
+    config: TrainConfig,
+    num_envs: int | None,
+    seed: int | None,
+    observation_norm: RunningObservationNorm | None,
+) -> EnvBase:
     return make_env(
         config.env.name,
         config.env.num_envs if num_envs is None else num_envs,
@@ -88,7 +104,6 @@ def build_actor(
         spec=env.action_spec.to(device),
         return_chain=True,
         return_dist_params=True,
-        return_log_prob=True,
         step_sizes=StepSizes(
             policy.num_steps,
             schedule=policy.step_size_schedule,

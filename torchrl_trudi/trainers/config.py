@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,7 @@ class CollectorConfig:
     """Data collection."""
 
     total_frames: int = option(
-        1_000_000,
+        500_000,
         "Environment steps of the run, over all environments; the last batch may pass it.",
         ge=1,
     )
@@ -184,7 +185,9 @@ class TrustRegionConfig:
         choices=("forward", "reverse"),
     )
     eps: float = option(0.1, "Bound on the KL of a state, over the whole path.", gt=0)
-    init_multiplier: float = option(0.01, "Initial value of the learned KL multiplier.", gt=0)
+    init_multiplier: float = option(
+        0.01, "Initial value of the KL multiplier; in penalty mode it stays there.", gt=0
+    )
     old_policy: OldPolicyName = option(
         "recorded",
         "Where paths of the old policy come from: recorded while collecting, or redrawn from a "
@@ -394,7 +397,8 @@ def _contradictions(config: TrainConfig) -> list[str]:
         ("optim.num_minibatches", optim.num_minibatches),
     ):
         if frames % divisor:
-            fitting = max(divisor, round(frames / divisor) * divisor)
+            both = math.lcm(env.num_envs, optim.num_minibatches)
+            fitting = max(both, round(frames / both) * both)
             problems.append(
                 f"collector.frames_per_batch: got {frames}, accepted: a multiple of "
                 f"{key}={divisor}, for instance {fitting}"
@@ -414,6 +418,18 @@ def _contradictions(config: TrainConfig) -> list[str]:
             "trust_region.old_policy=recorded, because one path per state is recorded; more with "
             "trust_region.old_policy=target"
         )
+    if trust_region.direction == "reverse":
+        if trust_region.old_policy == "recorded":
+            problems.append(
+                "trust_region.direction: got 'reverse', accepted: 'forward' with "
+                "trust_region.old_policy=recorded, because the old network is not in the batch; "
+                "'reverse' with trust_region.old_policy=target"
+            )
+        if trust_region.num_paths > 1:
+            problems.append(
+                f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
+                "trust_region.direction=reverse"
+            )
     for key, text in (("env.name", env.name), ("logger.dir", config.logger.dir)):
         if not text.strip():
             problems.append(f"{key}: got {text!r}, accepted: text that is not empty")
@@ -442,10 +458,13 @@ def resolve_device(device: str) -> torch.device:
             "accepted: auto | cpu | cuda | cuda:INDEX"
         )
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
     if resolved.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if ":" not in device and count:
+            # With an index: TorchRL takes "cuda" and "cuda:0" for two devices.
+            return torch.device("cuda:0")
         if (resolved.index or 0) >= count:
             found = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
             raise ConfigError(f"device: got {device!r}, accepted on this machine: auto, {found}")

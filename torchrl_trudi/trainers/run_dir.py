@@ -10,11 +10,12 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,6 +30,7 @@ __all__ = [
     "library_versions",
     "load_config",
     "make_run_dir",
+    "resumed_config",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ VERSIONS_FILE = "versions.json"
 FIXED_ON_RESUME = (
     "env.name",
     "env.kwargs",
+    "env.max_episode_steps",
     "env.normalize_action",
     "env.normalize_observation",
     "env.reward_scale",
@@ -146,6 +149,38 @@ def find_run(resume: str, directory: str | Path) -> Path:
             "accepted: a run directory, or latest when logger.dir holds one"
         )
     return max(runs, key=lambda path: ((path / CONFIG_FILE).stat().st_mtime_ns, path.name))
+
+
+def resumed_config(
+    resume: str, directory: str | Path, overrides: Sequence[str]
+) -> tuple[Path, DictConfig]:
+    """The configuration with which a run goes on: its own, with the command line's overrides.
+
+    Args:
+        resume: a run directory, or ``"latest"``.
+        directory: where ``"latest"`` looks, see :func:`find_run`.
+        overrides: words of the command line, ``KEY=VALUE``.
+
+    Returns:
+        The run directory and the merged configuration.
+
+    Raises:
+        ConfigError: if there is no such run, or for an override that is not ``KEY=VALUE`` of an
+            option, such as a preset: the run has its own values.
+    """
+    run = find_run(resume, directory)
+    config = load_config(run)
+    for word in overrides:
+        override = OverridesParser.create().parse_override(word)
+        key = override.key_or_group
+        if override.is_delete() or key.split(".")[0] not in TrainConfig.__dataclass_fields__:
+            raise ConfigError(
+                f"resume: got {word!r}, accepted: single options; the others are those of the run"
+            )
+        OmegaConf.update(config, key, override.value(), force_add=True)
+    # "latest" was looked up here, once.
+    OmegaConf.update(config, "resume", str(run))
+    return run, config
 
 
 def load_config(run_dir: str | Path) -> DictConfig:

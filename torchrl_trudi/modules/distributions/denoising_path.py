@@ -24,8 +24,8 @@ class DenoisingPath(Distribution):
 
     The parameters are the means and scales at the states :math:`x_n` that a chain visited
     (teacher forcing), so that scoring a chain and comparing two policies on it need no second
-    rollout. The prior of :math:`x_0` is the same for every policy that shares it; it is left out
-    and cancels in every ratio and divergence.
+    rollout. The prior of :math:`x_0` is left out. It cancels in the ratio and the divergence of
+    policies that share it; of policies with a learned prior these are the parts without the prior.
 
     Args:
         loc (torch.Tensor): means, ``[*B, N, A]``.
@@ -33,8 +33,8 @@ class DenoisingPath(Distribution):
         event_dims (int, optional): ``2``: the whole path is one event, log-probabilities and
             divergences have shape ``[*B]``. ``1``: every step is an event, they have shape
             ``[*B, N]``. Defaults to ``2``.
-        validate_args (bool, optional): unused checks of :class:`~torch.distributions.Distribution`
-            are off by default.
+        validate_args (bool, optional): whether to check the parameters against their constraints.
+            Defaults to ``False``.
 
     Raises:
         ValueError: ``event_dims`` not 1 or 2, or ``loc`` with fewer than 2 dimensions.

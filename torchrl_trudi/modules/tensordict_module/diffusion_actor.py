@@ -110,9 +110,11 @@ class DiffusionActor(SafeModule):
             :class:`~torchrl_trudi.modules.DenoisingPath`. Defaults to ``2``.
         step_sizes (StepSizes, optional): see :class:`~torchrl_trudi.modules.DenoisingModel`.
         friction (str, optional): ``"per_dim"`` or ``"scalar"``. Defaults to ``"per_dim"``.
-        learn_friction (bool, optional): Defaults to ``True``.
+        learn_friction (bool, optional): whether the friction, and with it the noise scale, is
+            learned. Defaults to ``True``.
         init_std (float, optional): standard deviation of the prior. Defaults to ``2.5``.
-        learn_prior (bool, optional): Defaults to ``False``.
+        learn_prior (bool, optional): learned mean and standard deviation of the prior. Defaults to
+            ``False``.
         backward_network (nn.Module, optional): learned backward control. Defaults to ``None``.
         noise_key (NestedKey, optional): optional input with the standard normals
             ``[*B, N + 1, A]`` of the chain; when the entry is there it is used instead of the random
@@ -128,8 +130,9 @@ class DiffusionActor(SafeModule):
 
     Raises:
         NotImplementedError: an unbounded or discrete ``spec``.
-        ValueError: inconsistent sizes; a non-finite observation.
-        KeyError: :meth:`get_dist` without a recorded chain in its input.
+        ValueError: sizes that disagree (``action_dim``, ``spec``, ``step_sizes``), neither ``obs_dim``
+            nor ``score_network``, keys that coincide; a non-finite observation.
+        KeyError: a Composite ``spec`` without the action; :meth:`get_dist` without a recorded chain.
 
     Examples:
         >>> import torch
