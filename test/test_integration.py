@@ -23,7 +23,7 @@ from torchrl.objectives.value import GAE
 from torchrl_trudi.envs import get_observation_norm, make_env
 from torchrl_trudi.modules import DiffusionActor, HLGaussCritic, HLGaussValueOperator, ScoreNetwork
 from torchrl_trudi.record import evaluate, read_scalars
-from torchrl_trudi.trainers import ConfigError, validate
+from torchrl_trudi.trainers import ConfigError, make_run_dir, resumed_config, validate
 from torchrl_trudi.trainers.builders import build_actor, build_critic, build_env, build_loss
 
 ROOT = Path(__file__).parents[1]
@@ -343,7 +343,8 @@ class TestExample:
             np.testing.assert_array_equal(first[name][1], second[name][1], err_msg=name)
 
         # Nothing is left to do, and nothing is added.
-        example.train(tiny(logger={"dir": target}, resume=target))
+        with pytest.raises(ConfigError, match="has 64 frames already"):
+            example.train(tiny(logger={"dir": target}, resume=target))
         assert (run / "scalars.csv").read_bytes() == scalars
 
         resumed = example.train(
@@ -357,6 +358,41 @@ class TestExample:
         with pytest.raises(ConfigError, match=r"env.name: InvertedPendulum-v5 -> Pendulum-v1"):
             example.train(tiny(logger={"dir": target}, env={"name": "Pendulum-v1"}, resume=target))
         assert frames(run) == [32, 64, 96, 128]
+
+    def test_resume_takes_the_run_s_own_settings(self, tmp_path):
+        config = tiny(seed=3, logger={"dir": str(tmp_path / "run")})
+        run = make_run_dir(tmp_path / "run", config)
+        words = ["collector.total_frames=128", "trust_region.eps=0.2", f"resume={run}"]
+        found, merged = resumed_config(str(run), "runs", words)
+        resumed = validate(merged)
+        assert found == run and resumed.resume == str(run)
+        assert (resumed.seed, resumed.env.name) == (3, config.env.name)
+        assert (resumed.collector.total_frames, resumed.trust_region.eps) == (128, 0.2)
+        with pytest.raises(ConfigError, match="task=hopper"):
+            resumed_config(str(run), "runs", ["task=hopper"])
+
+    @pytest.mark.gpu
+    def test_on_cuda(self, example, tmp_path):
+        """Collection, updates, evaluation, checkpoint and resume with the networks on a GPU."""
+        target = str(tmp_path / "run")
+        example.train(tiny(device="cuda", logger={"dir": target}))
+        example.train(
+            tiny(
+                device="cuda",
+                logger={"dir": target},
+                collector={"total_frames": 128},
+                resume=target,
+            )
+        )
+        assert frames(tmp_path / "run") == [32, 64, 96, 128]
+
+    def test_nothing_is_lost_where_there_is_no_checkpoint(self, example, tmp_path):
+        config = tiny(logger={"dir": str(tmp_path / "run")})
+        run = make_run_dir(tmp_path / "run", config)
+        (run / "scalars.csv").write_text("frames,name,value\n32,train/kl,0.5\n")
+        with pytest.raises(ConfigError, match="no checkpoint"):
+            example.train(tiny(logger={"dir": str(run)}, resume=str(run)))
+        assert "32,train/kl,0.5" in (run / "scalars.csv").read_text()
 
     @pytest.mark.parametrize(
         "wrong, message",
