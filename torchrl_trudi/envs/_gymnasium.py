@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchrl.envs import GymWrapper
 
+from torchrl_trudi.envs._seeding import first_seed
 from torchrl_trudi.envs._validation import did_you_mean
 
 VECTORIZATIONS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
@@ -37,28 +38,14 @@ class GymnasiumVectorEnv(GymWrapper):
 
     - ``env.reset(tensordict)`` without a ``"_reset"`` entry resets everything (upstream reads the
       missing mask), and the mask may be on an accelerator;
-    - seeds are hashed, see :meth:`first_seed`.
+    - seeds are hashed: sub-environment ``i`` gets ``first_seed(seed) + i``.
 
     Args:
         env (gymnasium.vector.VectorEnv): a vector environment with ``autoreset_mode=DISABLED``.
         **kwargs: arguments of :class:`~torchrl.envs.GymWrapper`.
     """
 
-    @staticmethod
-    def first_seed(seed: int) -> int:
-        """The seed of the first sub-environment; sub-environment ``i`` gets that plus ``i``.
-
-        Gymnasium gives sub-environment ``i`` the seed ``seed + i``: runs with the seeds 0 and 1
-        would share all but one of their sub-environments. Hashing the seed first takes runs
-        apart, and keeps the seeds of one run distinct.
-
-        Args:
-            seed (int): the seed of the whole batch.
-
-        Returns:
-            int: a number below ``2**30``, so that sums stay valid 32-bit seeds.
-        """
-        return int(np.random.SeedSequence(seed).generate_state(1)[0]) % 2**30
+    first_seed = staticmethod(first_seed)
 
     def _set_seed(self, seed: int | None) -> None:
         super()._set_seed(None if seed is None else self.first_seed(seed))

@@ -1,0 +1,470 @@
+"""Drivers: many simulations of one model, on several threads."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mujoco
+import numpy as np
+
+try:
+    from mujoco import batch as mujoco_batch
+except ImportError:  # MuJoCo before 3.17
+    mujoco_batch = None
+
+from torchrl_trudi.envs._validation import did_you_mean
+from torchrl_trudi.envs.mujoco._logging import silent_physics
+
+# What mj_rnePostConstraint computes: a step leaves these alone unless a sensor asks for them, and
+# then at another stage of a multi-stage integrator.
+POST_CONSTRAINT_FIELDS = ("cacc", "cfrc_int", "cfrc_ext")
+
+
+def default_num_threads() -> int:
+    """The number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class PhysicsDriver(abc.ABC):
+    """Steps ``num_sims`` simulations of a model and shows their fields as arrays.
+
+    Every simulation is a row of :attr:`state` (``mjSTATE_INTEGRATION``), and its future depends on
+    nothing else, so that results do not depend on the number of threads.
+
+    Args:
+        model (mujoco.MjModel): the model.
+        num_sims (int): number of simulations.
+        num_threads (int): number of threads.
+        post_constraint (Sequence[str]): the fields among :data:`POST_CONSTRAINT_FIELDS` to
+            compute after each step, by ``mj_rnePostConstraint`` on the data of its last stage.
+
+    Attributes:
+        state: the rows ``[num_sims, nstate]``, float64, live.
+        warnings: MuJoCo's warnings during the last step, counted, ``[num_sims, num_kinds]``.
+    """
+
+    model: mujoco.MjModel
+    state: np.ndarray
+    warnings: np.ndarray
+
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        num_sims: int,
+        num_threads: int,
+        post_constraint: Sequence[str] = (),
+    ) -> None:
+        self.model, self.num_sims = model, num_sims
+        self.num_threads = min(num_threads, num_sims)
+        self._expanded: dict[str, np.ndarray] = {}
+        data = mujoco.MjData(model)
+        self._post = {
+            name: np.zeros((num_sims, *getattr(data, name).shape)) for name in post_constraint
+        }
+
+    def bind(self, name: str) -> np.ndarray:
+        """The live array ``[num_sims, ...]`` of a field of ``MjData``.
+
+        Fields of the state may be written. Others are those of the last call, as in ``MjData``.
+        To be called before the first step and reset: a field bound later is zero until the next.
+
+        Args:
+            name (str): the field.
+
+        Returns:
+            numpy.ndarray: the array, the same one at every call.
+
+        Raises:
+            AttributeError: if there is no such field, or it has no fixed size.
+        """
+        if name in self._post:
+            return self._post[name]
+        if name in POST_CONSTRAINT_FIELDS:
+            raise AttributeError(f"{name!r} is not computed by this driver.")
+        return self._bind(name)
+
+    @abc.abstractmethod
+    def _bind(self, name: str) -> np.ndarray: ...
+
+    @abc.abstractmethod
+    def step(self, nstep: int) -> np.ndarray:
+        """Advances every simulation by ``nstep`` substeps.
+
+        Args:
+            nstep (int): number of substeps.
+
+        Returns:
+            numpy.ndarray: the ids of those in which MuJoCo raised an error.
+        """
+
+    @abc.abstractmethod
+    def reset(self, ids: np.ndarray) -> None:
+        """Puts simulations into the default state of the model, without computing anything.
+
+        Args:
+            ids (numpy.ndarray): which.
+        """
+
+    @abc.abstractmethod
+    def forward(self, ids: np.ndarray) -> None:
+        """Computes the derived fields of simulations from their state (``mj_forward``).
+
+        Args:
+            ids (numpy.ndarray): which.
+
+        Raises:
+            RuntimeError: if MuJoCo raises an error.
+        """
+
+    @abc.abstractmethod
+    def expand(self, name: str) -> np.ndarray:
+        """Gives each simulation values of its own of a model field.
+
+        Args:
+            name (str): the field of ``MjModel``, or ``"opt.<name>"``.
+
+        Returns:
+            numpy.ndarray: the array ``[num_sims, ...]``. What is written to it counts from the
+            next :meth:`set_const` of the row.
+
+        Raises:
+            ValueError: if there is no such field.
+        """
+
+    def model_field(self, name: str) -> np.ndarray:
+        """The values of a model field, expanded or not.
+
+        Args:
+            name (str): the field of ``MjModel``.
+
+        Returns:
+            numpy.ndarray: ``[num_sims, ...]`` if it was expanded, else ``[1, ...]``.
+        """
+        values = self._expanded.get(name)
+        return getattr(self.model, name)[None] if values is None else values
+
+    @abc.abstractmethod
+    def set_const(self, ids: np.ndarray) -> None:
+        """Computes what follows from the expanded fields (``mj_setConst``).
+
+        Args:
+            ids (numpy.ndarray): which simulations.
+
+        Raises:
+            RuntimeError: if MuJoCo refuses the values.
+        """
+
+    @abc.abstractmethod
+    def get_model(self, sim: int, model: mujoco.MjModel) -> None:
+        """Writes the model of one simulation into ``model``."""
+
+    def get_data(self, sim: int, data: mujoco.MjData) -> None:
+        """Writes the state of one simulation into ``data``.
+
+        Args:
+            sim (int): the simulation.
+            data (mujoco.MjData): data of the model.
+        """
+        mujoco.mj_setState(self.model, data, self.state[sim], mujoco.mjtState.mjSTATE_INTEGRATION)
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends the threads and lets go of the memory."""
+
+
+class BatchDriver(PhysicsDriver):
+    """:class:`mujoco.batch.Batch`: threads of C++, no Python between the simulations."""
+
+    def __init__(self, model, num_sims, num_threads, post_constraint=()) -> None:
+        super().__init__(model, num_sims, num_threads, post_constraint)
+        # mj_rnePostConstraint needs the whole MjData of the last stage, which only a persistent
+        # batch keeps, one per simulation.
+        with silent_physics():
+            self._batch = mujoco_batch.Batch(
+                model, num_sims, self.num_threads, persistent=bool(post_constraint)
+            )
+        self.state = self._batch.state
+        self.warnings = self._batch.warning[..., 1]
+        if post_constraint:
+            self._scratch = mujoco.MjData(model)
+            self._scratch_model = model
+            self._ncon = self._batch.bind("ncon")
+            self._xfrc_applied = self._batch.bind("xfrc_applied")
+            self._nonzero = np.zeros(num_sims, bool)
+            # Body forces can come from contacts, from equality constraints and from the user.
+            # The other two fields are never zero.
+            self._all_rows = model.neq > 0 or set(post_constraint) != {"cfrc_ext"}
+
+    def _bind(self, name: str) -> np.ndarray:
+        if name not in mujoco_batch.DATA_FIELDS:
+            raise AttributeError(
+                f"{name!r} is not a field of MjData with a fixed size."
+                f"{did_you_mean(name, mujoco_batch.DATA_FIELDS)}"
+            )
+        return self._batch.bind(name)
+
+    def step(self, nstep: int) -> np.ndarray:
+        self.warnings[...] = 0
+        failed = np.empty(0, np.int64)
+        with silent_physics():
+            try:
+                self._batch.step(nstep=nstep)
+            except mujoco_batch.SimulationError as err:
+                failed = np.asarray(err.ids)
+            if self._post:
+                self._compute_post_constraint()
+        return failed
+
+    def _compute_post_constraint(self) -> None:
+        if self._all_rows:
+            rows = np.ones(self.num_sims, bool)
+        else:
+            rows = self._ncon > 0
+            if self._xfrc_applied.any():
+                rows |= self._xfrc_applied.any((1, 2))
+        stale = self._nonzero & ~rows
+        if stale.any():
+            self._zero_post_constraint(stale)
+        self._nonzero[:] = rows
+        batch, data, model = self._batch, self._scratch, self._scratch_model
+        for sim in np.flatnonzero(rows).tolist():
+            if self._expanded:
+                batch.get_model(sim, model)
+            batch.get_data(sim, data)
+            mujoco.mj_rnePostConstraint(model, data)
+            for name, array in self._post.items():
+                array[sim] = getattr(data, name)
+
+    def _zero_post_constraint(self, rows: np.ndarray) -> None:
+        for array in self._post.values():
+            array[rows] = 0.0
+
+    def reset(self, ids: np.ndarray) -> None:
+        with silent_physics():
+            self._batch.reset(np.sort(ids), stage=mujoco.mjtStage.mjSTAGE_NONE.value)
+        self._zero_post_constraint(ids)
+
+    def forward(self, ids: np.ndarray) -> None:
+        with silent_physics():
+            self._batch.forward(np.sort(ids))
+        self._zero_post_constraint(ids)
+
+    def expand(self, name: str) -> np.ndarray:
+        if name not in self._expanded:
+            self._expanded[name] = self._batch.expand(name)
+            if self._post and self._scratch_model is self.model:
+                self._scratch_model = copy.copy(self.model)
+        return self._expanded[name]
+
+    def set_const(self, ids: np.ndarray) -> None:
+        with silent_physics():
+            self._batch.set_const(np.sort(ids))
+
+    def get_model(self, sim: int, model: mujoco.MjModel) -> None:
+        self._batch.get_model(sim, model)
+
+    def close(self) -> None:
+        # The arrays keep the memory of the batch alive, so all of them have to go.
+        self.__dict__ = {"num_sims": self.num_sims, "model": self.model}
+
+
+class ThreadDriver(PhysicsDriver):
+    """A pool of Python threads over ``mj_step``, with one ``MjData`` per simulation.
+
+    For MuJoCo before 3.17, and to check the other driver against.
+    """
+
+    _SPEC = mujoco.mjtState.mjSTATE_INTEGRATION
+
+    def __init__(self, model, num_sims, num_threads, post_constraint=()) -> None:
+        super().__init__(model, num_sims, num_threads, post_constraint)
+        self._datas = [mujoco.MjData(model) for _ in range(num_sims)]
+        self._models = [model] * num_sims
+        self._bound: dict[str, np.ndarray] = {}
+        self._sources: dict[str, list[Any]] = {}
+        size = mujoco.mj_stateSize(model, self._SPEC)
+        self.state = np.zeros((num_sims, size))
+        self.warnings = np.zeros((num_sims, mujoco.mjtWarning.mjNWARNING.value), np.int32)
+        for data, row in zip(self._datas, self.state, strict=True):
+            mujoco.mj_getState(model, data, row, self._SPEC)
+        self._chunks = np.array_split(np.arange(num_sims), self.num_threads)
+        self._pool = ThreadPoolExecutor(self.num_threads) if self.num_threads > 1 else None
+
+    def _bind(self, name: str) -> np.ndarray:
+        if name in self._bound:
+            return self._bound[name]
+        component = _STATE_COMPONENTS.get(name)
+        template = getattr(self._datas[0], name, None)
+        if component is not None:
+            start, size = _state_slice(self.model, component)
+            array = self.state[:, start : start + size]
+            array = array[:, 0] if name == "time" else array.reshape(-1, *np.shape(template))
+        elif isinstance(template, np.ndarray) or type(template) is int:
+            array = np.zeros((self.num_sims, *np.shape(template)), np.asarray(template).dtype)
+            self._sources[name] = self._datas
+        else:
+            raise AttributeError(
+                f"{name!r} is not a field of MjData with a fixed size."
+                f"{did_you_mean(name, dir(self._datas[0]))}"
+            )
+        self._bound[name] = array
+        return array
+
+    def _run(self, ids: np.ndarray, function: Callable[[int], None]) -> dict[int, str]:
+        """Calls ``function`` with each id, on the threads; returns the errors of MuJoCo."""
+        errors: dict[int, str] = {}
+
+        def work(chunk: np.ndarray) -> None:
+            for sim in chunk.tolist():
+                model, data, row = self._models[sim], self._datas[sim], self.state[sim]
+                mujoco.mj_setState(model, data, row, self._SPEC)
+                try:
+                    function(sim)
+                except mujoco.FatalError as err:
+                    errors[sim] = str(err)
+                    continue
+                mujoco.mj_getState(model, data, row, self._SPEC)
+                for name in self._sources:
+                    self._bound[name][sim] = getattr(data, name)
+
+        with silent_physics():
+            if self._pool is None:
+                work(ids)
+            else:
+                chunks = (
+                    self._chunks
+                    if len(ids) == self.num_sims
+                    else np.array_split(ids, self.num_threads)
+                )
+                list(self._pool.map(work, chunks))
+        return errors
+
+    def step(self, nstep: int) -> np.ndarray:
+        def step_one(sim: int) -> None:
+            model, data = self._models[sim], self._datas[sim]
+            data.warning.number[:] = 0
+            mujoco.mj_step(model, data, nstep)
+            self.warnings[sim] = data.warning.number
+            if self._post:
+                mujoco.mj_rnePostConstraint(model, data)
+                for name, array in self._post.items():
+                    array[sim] = getattr(data, name)
+
+        self.warnings[:] = 0
+        return np.array(sorted(self._run(np.arange(self.num_sims), step_one)), np.int64)
+
+    def reset(self, ids: np.ndarray) -> None:
+        for sim in ids.tolist():
+            mujoco.mj_resetData(self._models[sim], self._datas[sim])
+            mujoco.mj_getState(self._models[sim], self._datas[sim], self.state[sim], self._SPEC)
+
+    def forward(self, ids: np.ndarray) -> None:
+        errors = self._run(ids, lambda sim: mujoco.mj_forward(self._models[sim], self._datas[sim]))
+        for array in self._post.values():
+            array[ids] = 0.0
+        self._raise(errors)
+
+    @staticmethod
+    def _raise(errors: dict[int, str]) -> None:
+        if errors:
+            sims = sorted(errors)
+            raise RuntimeError(
+                f"MuJoCo raised an error in the simulations {sims}: {errors[sims[0]]}"
+            )
+
+    def expand(self, name: str) -> np.ndarray:
+        if name not in self._expanded:
+            values = _model_field(self.model, name)
+            if not isinstance(values, np.ndarray):
+                raise ValueError(f"{name!r} is not a field of MjModel.")
+            self._expanded[name] = np.repeat(values[None], self.num_sims, 0)
+            if self._models[0] is self.model:
+                self._models = [copy.copy(self.model) for _ in range(self.num_sims)]
+        return self._expanded[name]
+
+    def set_const(self, ids: np.ndarray) -> None:
+        scratch = mujoco.MjData(self.model)
+        errors = {}
+        with silent_physics():
+            for sim in ids.tolist():
+                for name, array in self._expanded.items():
+                    _model_field(self._models[sim], name)[...] = array[sim]
+                try:
+                    mujoco.mj_setConst(self._models[sim], scratch)
+                except mujoco.FatalError as err:
+                    errors[sim] = str(err)
+        self._raise(errors)
+
+    def get_model(self, sim: int, model: mujoco.MjModel) -> None:
+        for name in self._expanded:
+            _model_field(model, name)[...] = _model_field(self._models[sim], name)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+        self.__dict__ = {"num_sims": self.num_sims, "model": self.model}
+
+
+# The fields of MjData that are parts of the state.
+_STATE_COMPONENTS = {
+    "time": mujoco.mjtState.mjSTATE_TIME,
+    "qpos": mujoco.mjtState.mjSTATE_QPOS,
+    "qvel": mujoco.mjtState.mjSTATE_QVEL,
+    "act": mujoco.mjtState.mjSTATE_ACT,
+    "qacc_warmstart": mujoco.mjtState.mjSTATE_WARMSTART,
+    "ctrl": mujoco.mjtState.mjSTATE_CTRL,
+    "qfrc_applied": mujoco.mjtState.mjSTATE_QFRC_APPLIED,
+    "xfrc_applied": mujoco.mjtState.mjSTATE_XFRC_APPLIED,
+    "mocap_pos": mujoco.mjtState.mjSTATE_MOCAP_POS,
+    "mocap_quat": mujoco.mjtState.mjSTATE_MOCAP_QUAT,
+    "userdata": mujoco.mjtState.mjSTATE_USERDATA,
+}
+
+
+def _state_slice(model: mujoco.MjModel, component: mujoco.mjtState) -> tuple[int, int]:
+    """Where a component stands in a row of ``mjSTATE_INTEGRATION``: components go by their bit."""
+    start, bit = 0, 1
+    while bit < int(component):
+        if bit & int(mujoco.mjtState.mjSTATE_INTEGRATION):
+            start += mujoco.mj_stateSize(model, bit)
+        bit <<= 1
+    return start, mujoco.mj_stateSize(model, int(component))
+
+
+def _model_field(model: mujoco.MjModel, name: str) -> Any:
+    holder, name = (model.opt, name[4:]) if name.startswith("opt.") else (model, name)
+    return getattr(holder, name, None)
+
+
+DRIVERS: dict[str, type[PhysicsDriver]] = {"batch": BatchDriver, "threads": ThreadDriver}
+
+
+def make_driver(name: str, *args: Any, **kwargs: Any) -> PhysicsDriver:
+    """Makes a driver.
+
+    Args:
+        name (str): ``"batch"``, ``"threads"``, or ``"auto"``, the first one there is.
+        *args: arguments of :class:`PhysicsDriver`.
+        **kwargs: arguments of :class:`PhysicsDriver`.
+
+    Returns:
+        PhysicsDriver: the driver.
+
+    Raises:
+        RuntimeError: if MuJoCo is too old for the driver.
+    """
+    if name == "auto":
+        name = "threads" if mujoco_batch is None else "batch"
+    if name == "batch" and mujoco_batch is None:
+        raise RuntimeError(
+            f"driver='batch' needs mujoco.batch, of MuJoCo 3.17; this is {mujoco.__version__}. "
+            "driver='threads' works with any."
+        )
+    return DRIVERS[name](*args, **kwargs)

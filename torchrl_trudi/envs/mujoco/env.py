@@ -1,0 +1,665 @@
+"""A batch of MuJoCo simulations as one TorchRL environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Binary, Bounded, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from torchrl_trudi.envs._seeding import first_seed
+from torchrl_trudi.envs._validation import check_choice, check_int
+from torchrl_trudi.envs.mujoco._drivers import (
+    DRIVERS,
+    POST_CONSTRAINT_FIELDS,
+    default_num_threads,
+    make_driver,
+)
+from torchrl_trudi.envs.mujoco._generators import RowGenerators
+from torchrl_trudi.envs.mujoco._model import load_model
+from torchrl_trudi.envs.mujoco.randomization import ModelRandomization, RandomizedField
+from torchrl_trudi.envs.mujoco.rendering import SimulationRenderer
+from torchrl_trudi.envs.mujoco.simulations import FieldProbe, Simulations
+from torchrl_trudi.envs.mujoco.task import MujocoTask, make_task
+
+_NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+
+
+class MujocoBatchEnv(EnvBase):
+    """Many simulations of one MuJoCo task, stepped together in this process.
+
+    The physics runs on threads (:class:`mujoco.batch.Batch`); observations, rewards and ends of
+    episodes are computed for the whole batch at once. The batch size is ``[num_envs]``, also for
+    one environment. ``"next"`` holds true final observations, with ``"terminated"`` and
+    ``"truncated"`` apart; TorchRL then resets the rows that are done, and no other. Results do
+    not depend on the number of threads.
+
+    The tasks of Gymnasium (``-v5``) are there under their names and with their options, equal to
+    ``gymnasium.make`` step by step. :class:`MujocoTask` and :func:`register_task` add others.
+
+    A simulation that diverges (MuJoCo warns or raises an error, or an observation or reward is
+    not finite) ends its episode: ``"terminated"`` and ``"unstable"`` are set, the observation is
+    the last one before, the reward is 0 and :attr:`num_unstable` counts it. Other rows are not
+    affected, and no NaN leaves the environment. Actions that are not finite are refused instead,
+    before anything is stepped.
+
+    Args:
+        task (str or MujocoTask): the name of a task, or a task.
+        num_envs (int, optional): number of environments. Defaults to ``1``.
+
+    Keyword Args:
+        num_threads (int, optional): threads of the physics, the calling one included. Defaults to
+            ``None``, as many as this process has CPUs.
+        seed (int, optional): seeds the initial states: row ``i`` gets the generator of a Gymnasium
+            environment seeded with ``env.seeds[i]``. Defaults to ``None``, not reproducible.
+        device (torch.device or str, optional): device of the tensordicts; the physics is on the
+            CPU. Defaults to ``None``, the CPU.
+        dtype (torch.dtype, optional): of observations and rewards, ``torch.float32`` or
+            ``torch.float64``. The computation is in float64. Defaults to ``torch.float32``.
+        max_episode_steps (int, optional): truncates episodes after that many steps. Defaults to
+            ``None``, the limit of the task.
+        randomization (Sequence[ModelRandomization], optional): model fields drawn for each
+            environment at each reset, reported under ``("randomization", field)``. Defaults to
+            none.
+        driver (str, optional): ``"batch"``, ``"threads"`` (a pool of Python threads, for MuJoCo
+            before 3.17) or ``"auto"``, the faster one there is. Defaults to ``"auto"``.
+        **task_options: options of the task, if it is given by name.
+
+    Attributes:
+        task (MujocoTask): the task.
+        model (mujoco.MjModel): the model.
+        seeds (numpy.ndarray): the seed of each row.
+        num_unstable (torch.Tensor): ``[num_envs]`` int64, simulations that diverged, since the
+            environment was made.
+
+    Raises:
+        ValueError: if the task is not known, its model does not compile, or an argument is out of
+            range.
+        TypeError: if an argument is of the wrong type or not accepted by the task.
+        FileNotFoundError: if the model's file does not exist.
+
+    Examples:
+        >>> from torchrl_trudi.envs.mujoco import MujocoBatchEnv
+        >>> env = MujocoBatchEnv("Hopper-v5", num_envs=8, num_threads=2, seed=0)
+        >>> rollout = env.rollout(20, break_when_any_done=False)
+        >>> rollout["next", "observation"].shape
+        torch.Size([8, 20, 11])
+        >>> state = env.get_state()
+        >>> _ = env.rollout(5)
+        >>> env.set_state(state)
+    """
+
+    def __init__(
+        self,
+        task: str | MujocoTask,
+        num_envs: int = 1,
+        *,
+        num_threads: int | None = None,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        max_episode_steps: int | None = None,
+        randomization: Sequence[ModelRandomization] = (),
+        driver: str = "auto",
+        **task_options: Any,
+    ) -> None:
+        num_envs = check_int("num_envs", num_envs, 1)
+        if num_threads is not None:
+            num_threads = check_int("num_threads", num_threads, 1)
+        if max_episode_steps is not None:
+            max_episode_steps = check_int("max_episode_steps", max_episode_steps, 1)
+        if seed is not None:
+            seed = check_int("seed", seed, 0)
+        if dtype not in _NUMPY_DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not one of {list(_NUMPY_DTYPES)}.")
+        check_choice("driver", driver, ["auto", *DRIVERS])
+        if isinstance(task, str):
+            task = make_task(task, task_options)
+        elif not isinstance(task, MujocoTask):
+            raise TypeError(
+                "task must be the name of a task or an instance of MujocoTask, got "
+                f"{task!r} of type {type(task).__name__}."
+            )
+        elif task_options:
+            raise TypeError(
+                f"{sorted(task_options)} given with a task that is made already; options belong "
+                f"to a task given by name, or to the constructor of {type(task).__name__}."
+            )
+        super().__init__(
+            device=torch.device("cpu" if device is None else device), batch_size=[num_envs]
+        )
+        self.task = task
+        self.num_envs = num_envs
+        self.dtype = dtype
+        self.max_episode_steps = (
+            task.max_episode_steps if max_episode_steps is None else max_episode_steps
+        )
+        self._num_threads = default_num_threads() if num_threads is None else num_threads
+        self._driver_name = driver
+        self._randomization = tuple(randomization)
+        self.model = load_model(task.model_source)
+        self._check_model()
+        self.num_unstable = torch.zeros(num_envs, dtype=torch.int64)
+        self._set_seed(seed)
+        self._make_arrays()
+        self._start()
+        self._make_specs()
+
+    # Construction
+
+    def _check_model(self) -> None:
+        bounds = self.model.actuator_ctrlrange
+        if self.model.nu == 0:
+            raise ValueError("the model has no actuators, so that there would be no action.")
+        if not self.model.actuator_ctrllimited.all() or not (bounds[:, 0] < bounds[:, 1]).all():
+            raise ValueError(
+                "every actuator of the model needs a ctrlrange: it is the range of the action. "
+                f"The ranges are {bounds.tolist()}."
+            )
+
+    def _make_arrays(self) -> None:
+        """Learns what the task reads and returns, and allocates what a step writes to."""
+        task, model = self.task, self.model
+        task.setup(model)
+        probe = FieldProbe(model)
+        sims: Any = Simulations(probe, task.frame_skip)
+        observation = _as_parts(task.observation(sims))
+        snapshot = task.snapshot(sims)
+        zeros = np.zeros((1, model.nu), np.float32)
+        self._check_shapes(
+            observation, task.reward(sims, zeros, snapshot), task.terminated(sims), snapshot
+        )
+        self._fields = sorted(probe.fields)
+        widths = [part.shape[1] for part in observation]
+        ends = np.cumsum(widths).tolist()
+        self._columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
+        shape = (self.num_envs, ends[-1])
+        # Two, because a simulation that diverges keeps its last observation.
+        self._observations = [np.zeros(shape, _NUMPY_DTYPES[self.dtype]) for _ in range(2)]
+        self._snapshot = None if snapshot is None else np.zeros((self.num_envs, snapshot.shape[1]))
+        self._elapsed = np.zeros(self.num_envs, np.int64)
+        self._ended = np.zeros((3, self.num_envs), bool)  # terminated, truncated, unstable
+
+    def _check_shapes(
+        self,
+        observation: Sequence[np.ndarray],
+        reward: Any,
+        terminated: Any,
+        snapshot: Any,
+    ) -> None:
+        name = type(self.task).__name__
+        for part in observation:
+            if part.ndim != 2 or len(part) != 1:
+                raise ValueError(
+                    f"{name}.observation must return arrays of shape [n, k], with n=1 here; got "
+                    f"{tuple(part.shape)}."
+                )
+        if np.shape(reward) != (1,):
+            raise ValueError(
+                f"{name}.reward must return an array of shape [n], with n=1 here; got "
+                f"{np.shape(reward)}."
+            )
+        if terminated is not None and (
+            np.shape(terminated) != (1,) or np.asarray(terminated).dtype != bool
+        ):
+            raise ValueError(
+                f"{name}.terminated must return booleans of shape [n], with n=1 here; got "
+                f"{np.asarray(terminated)!r}."
+            )
+        if snapshot is not None and (np.ndim(snapshot) != 2 or len(snapshot) != 1):
+            raise ValueError(
+                f"{name}.snapshot must return an array of shape [n, k], with n=1 here; got "
+                f"{np.shape(snapshot)}."
+            )
+
+    def _start(self) -> None:
+        """Makes the simulations, all in the default state of the model."""
+        self._pid = os.getpid()
+        self._renderer: SimulationRenderer | None = None
+        driver = make_driver(
+            self._driver_name,
+            self.model,
+            self.num_envs,
+            self._num_threads,
+            [field for field in POST_CONSTRAINT_FIELDS if field in self._fields],
+        )
+        self._driver: Any = driver
+        for field in self._fields:
+            driver.bind(field)
+        self._ctrl = driver.bind("ctrl")
+        self._sims = Simulations(driver, self.task.frame_skip)
+        self._randomized = [
+            RandomizedField(r, self.model, driver.expand(r.field)) for r in self._randomization
+        ]
+        self._draws = [np.zeros((self.num_envs, r.num_draws)) for r in self._randomized]
+        all_rows = np.arange(self.num_envs)
+        driver.reset(all_rows)
+        driver.forward(all_rows)
+
+    def _make_specs(self) -> None:
+        shape, device = self.batch_size, self.device
+        column = (*shape, 1)
+        observation = Composite(
+            observation=Unbounded(self._observations[0].shape, dtype=self.dtype, device=device),
+            unstable=Binary(n=1, shape=column, dtype=torch.bool, device=device),
+            shape=shape,
+            device=device,
+        )
+        for field, draws in zip(self._randomization, self._draws, strict=True):
+            observation["randomization", field.field] = Unbounded(
+                draws.shape, dtype=self.dtype, device=device
+            )
+        self.observation_spec = observation
+        bounds = torch.from_numpy(self.model.actuator_ctrlrange.astype(np.float32))
+        low, high = bounds.expand(*shape, *bounds.shape).unbind(-1)
+        self.action_spec = Bounded(low, high, dtype=torch.float32, device=device)
+        self.reward_spec = Unbounded(column, dtype=self.dtype, device=device)
+        self.done_spec = Composite(
+            {
+                key: Binary(n=1, shape=column, dtype=torch.bool, device=device)
+                for key in ("done", "terminated", "truncated")
+            },
+            shape=shape,
+            device=device,
+        )
+
+    # Seeds
+
+    def _set_seed(self, seed: int | None) -> None:
+        entropy = np.random.SeedSequence(seed).entropy
+        first = first_seed(int(entropy))  # type: ignore[arg-type]
+        self.seeds = first + np.arange(self.num_envs)
+        self._rng = RowGenerators.from_seeds(self.seeds.tolist())
+
+    # Stepping
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._check_running()
+        action = self._read_action(tensordict)
+        task, sims, before = self.task, self._sims, self._snapshot
+        self._ctrl[:] = action
+        failed = self._driver.step(task.frame_skip)
+        warned = self._driver.warnings.any(1)
+        if len(failed):
+            warned[failed] = True
+
+        last, now = self._observations
+        with np.errstate(over="ignore", invalid="ignore"):  # of simulations that diverged
+            self._write_observation(now, sims)
+            reward = np.asarray(task.reward(sims, action, before), now.dtype)
+            ends = task.terminated(sims)
+        terminated, truncated, unstable = self._ended
+        terminated[:] = False if ends is None else ends
+        self._elapsed += 1
+        if self.max_episode_steps is not None:
+            np.greater_equal(self._elapsed, self.max_episode_steps, out=truncated)
+        # A sum is finite only if all its terms are, and much cheaper than isfinite() of each.
+        if not np.isfinite(now.sum()) or not np.isfinite(reward.sum()):
+            warned |= ~np.isfinite(now).all(1) | ~np.isfinite(reward)
+        unstable[:] = warned
+        if warned.any():
+            reward = np.where(warned, 0.0, reward).astype(now.dtype)
+            now[warned] = last[warned]
+            terminated |= warned
+            self.num_unstable += torch.from_numpy(warned)
+            # Whatever the simulation holds, it must not poison the next step.
+            rows = np.flatnonzero(warned)
+            self._driver.reset(rows)
+            self._driver.forward(rows)
+        if before is not None:
+            before[...] = task.snapshot(sims)
+        self._observations.reverse()
+        return self._output(reward)
+
+    def _read_action(self, tensordict: TensorDictBase) -> np.ndarray:
+        action = tensordict.get(self.action_key)
+        spec = self.action_spec
+        if action.shape != spec.shape or action.dtype != spec.dtype:
+            raise ValueError(
+                f"the action has the shape {tuple(action.shape)} and dtype {action.dtype}; needed "
+                f"are {tuple(spec.shape)} and {spec.dtype}."
+            )
+        array = action.detach().cpu().numpy()
+        if not np.isfinite(array.sum()):
+            rows = np.flatnonzero(~np.isfinite(array).all(1))
+            if len(rows):
+                shown = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
+                raise ValueError(
+                    f"the action is not finite in {len(rows)} of {self.num_envs} rows: {shown}. "
+                    "Nothing was stepped."
+                )
+        return array
+
+    def _write_observation(self, out: np.ndarray, sims: Simulations) -> None:
+        for columns, part in zip(
+            self._columns, _as_parts(self.task.observation(sims)), strict=True
+        ):
+            out[:, columns] = part
+
+    def _output(self, reward: np.ndarray | None) -> TensorDictBase:
+        # The arrays are written to again: everything is copied, once.
+        def column(array: np.ndarray) -> torch.Tensor:
+            return torch.tensor(array, device=self.device).unsqueeze(-1)
+
+        terminated, truncated, unstable = self._ended
+        observation = torch.tensor(self._observations[0], device=self.device)
+        data = {
+            "observation": observation,
+            "unstable": column(unstable),
+            "terminated": column(terminated),
+            "truncated": column(truncated),
+            "done": column(terminated | truncated),
+        }
+        if reward is not None:
+            data["reward"] = column(reward)
+        out = TensorDict(data, batch_size=self.batch_size, device=self.device)
+        for field, draws in zip(self._randomization, self._draws, strict=True):
+            value = torch.tensor(draws, dtype=self.dtype, device=self.device)
+            out.set(("randomization", field.field), value)
+        return out
+
+    # Resetting
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        if kwargs:
+            raise TypeError(f"reset accepts no arguments of its own, got {sorted(kwargs)}.")
+        self._check_running()
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        if mask is None:
+            rows = np.arange(self.num_envs)
+        else:
+            rows = np.flatnonzero(mask.reshape(self.num_envs).cpu().numpy())
+        if len(rows):
+            self._reset_rows(rows)
+        return self._output(None)
+
+    def _reset_rows(self, rows: np.ndarray) -> None:
+        driver, rng = self._driver, self._rng[rows]
+        driver.reset(rows)
+        sims = Simulations(driver, self.task.frame_skip, rows)
+        qpos, qvel = self.task.initial_state(sims, rng)
+        for draws, field in zip(self._draws, self._randomized, strict=True):
+            draws[rows] = field.sample(rows, rng)
+        if self._randomized:
+            driver.set_const(rows)
+        self._write_state(rows, qpos, qvel)
+
+    def _write_state(self, rows: np.ndarray, qpos: np.ndarray, qvel: np.ndarray) -> None:
+        """Starts an episode in a state."""
+        driver = self._driver
+        driver.bind("qpos")[rows] = qpos
+        driver.bind("qvel")[rows] = qvel
+        driver.forward(rows)
+        sims = Simulations(driver, self.task.frame_skip, rows)
+        observation = np.empty((len(rows), self._observations[0].shape[1]), np.float64)
+        self._write_observation(observation, sims)
+        if not np.isfinite(observation).all():
+            bad = rows[~np.isfinite(observation).all(1)]
+            raise FloatingPointError(
+                f"the initial state gives an observation that is not finite in the rows "
+                f"{bad.tolist()}."
+            )
+        self._observations[0][rows] = observation
+        if self._snapshot is not None:
+            self._snapshot[rows] = self.task.snapshot(sims)
+        self._elapsed[rows] = 0
+        self._ended[:, rows] = False
+
+    def reset_to(self, qpos: Any, qvel: Any, rows: Any = None) -> TensorDictBase:
+        """Starts episodes in given states.
+
+        Args:
+            qpos (array or torch.Tensor): positions, ``[k, nq]`` or ``[nq]`` for all.
+            qvel (array or torch.Tensor): velocities, ``[k, nv]`` or ``[nv]`` for all.
+            rows (Sequence[int] or bool mask, optional): the ``k`` rows. Defaults to ``None``, all.
+
+        Returns:
+            TensorDictBase: what ``reset`` returns, of the whole batch.
+
+        Raises:
+            ValueError: if a shape or a row is wrong, or a number is not finite.
+        """
+        self._check_running()
+        index = self._row_index(rows)
+        arrays = []
+        for name, given, size in (("qpos", qpos, self.model.nq), ("qvel", qvel, self.model.nv)):
+            array = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given, float)
+            if array.shape not in ((size,), (len(index), size)):
+                raise ValueError(
+                    f"{name} must have the shape ({size},) or ({len(index)}, {size}), got "
+                    f"{array.shape}."
+                )
+            if not np.isfinite(array).all():
+                raise ValueError(f"{name} is not finite.")
+            arrays.append(array)
+        if len(index):
+            self._driver.reset(index)
+            self._write_state(index, *arrays)
+        return self._output(None)
+
+    # State
+
+    def get_state(self, rows: Any = None) -> TensorDict:
+        """Everything that the future of some rows depends on.
+
+        Args:
+            rows (Sequence[int] or bool mask, optional): which. Defaults to ``None``, all.
+
+        Returns:
+            TensorDict: of batch size ``[k]``, on the CPU: ``"physics"`` (float64,
+            ``mjSTATE_INTEGRATION``), ``"elapsed_steps"``, ``"rng"``, ``"observation"``, and, where
+            the task has them, ``"snapshot"`` and ``"randomization"`` (draws and model values).
+        """
+        self._check_running()
+        index = self._row_index(rows)
+        state = {
+            "physics": self._driver.state[index],
+            "elapsed_steps": self._elapsed[index],
+            "observation": self._observations[0][index],
+            "ended": self._ended[:, index].T.copy(),
+        }
+        if self._snapshot is not None:
+            state["snapshot"] = self._snapshot[index]
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in state.items()}
+        tensors["rng"] = self._rng[index].get_state()
+        for field, draws in zip(self._randomization, self._draws, strict=True):
+            values = self._driver.expand(field.field)
+            tensors.setdefault("randomization", {})[field.field] = {
+                "draws": torch.from_numpy(draws[index]),
+                "values": torch.from_numpy(values[index]),
+            }
+        return TensorDict(tensors, batch_size=[len(index)])
+
+    def set_state(self, state: TensorDictBase, rows: Any = None) -> None:
+        """Restores what :meth:`get_state` returned, in the same rows or in others.
+
+        What follows is what followed then, bit for bit, if the actions are the same. Fields of
+        the physics that are derived from the state are recomputed by the next step.
+
+        Args:
+            state (TensorDictBase): the state of ``k`` rows, or of one for all. Without ``"rng"``
+                the rows keep their random streams.
+            rows (Sequence[int] or bool mask, optional): the rows to write. Defaults to ``None``,
+                all.
+
+        Raises:
+            ValueError: if the state does not fit the environment or the rows.
+        """
+        self._check_running()
+        index = self._row_index(rows)
+        expected = self.get_state(index[:1])
+        missing = set(expected.keys(True, True)) - set(state.keys(True, True)) - {"rng"}
+        if missing:
+            raise ValueError(f"the state has no {sorted(map(str, missing))}.")
+        if len(state.batch_size) != 1 or state.batch_size[0] not in (1, len(index)):
+            raise ValueError(
+                f"a state of batch size {tuple(state.batch_size)} does not fit {len(index)} rows."
+            )
+        for key, value in expected.items(True, True):
+            given = state.get(key, None)
+            if given is not None and given.shape[1:] != value.shape[1:]:
+                raise ValueError(
+                    f"{key!r} has the shape {tuple(given.shape[1:])} per row, this environment "
+                    f"{tuple(value.shape[1:])}: it is the state of another task."
+                )
+        state = state.cpu().expand(len(index))
+        self._driver.state[index] = state["physics"].numpy()
+        self._elapsed[index] = state["elapsed_steps"].numpy()
+        self._observations[0][index] = state["observation"].numpy()
+        self._ended[:, index] = state["ended"].numpy().T
+        if self._snapshot is not None:
+            self._snapshot[index] = state["snapshot"].numpy()
+        if "rng" in state.keys():
+            self._rng[index].set_state(state["rng"])
+        for field, draws in zip(self._randomization, self._draws, strict=True):
+            entry = state["randomization", field.field]
+            draws[index] = entry["draws"].numpy()
+            self._driver.expand(field.field)[index] = entry["values"].numpy()
+        if self._randomization:
+            self._driver.set_const(index)
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        """The part of ``state_dict``: :meth:`get_state` of all rows, and :attr:`num_unstable`.
+
+        Returns:
+            dict: flat, of tensors.
+        """
+        state = self.get_state().flatten_keys(".").to_dict()
+        return {**state, "num_unstable": self.num_unstable.clone()}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Restores what :meth:`get_extra_state` returned.
+
+        Args:
+            state (dict): the state.
+
+        Raises:
+            ValueError: if it is the state of another number of environments or of another task.
+        """
+        state = dict(state)
+        num_unstable = state.pop("num_unstable")
+        if len(num_unstable) != self.num_envs:
+            raise ValueError(
+                f"the state is that of {len(num_unstable)} environments; this has {self.num_envs}."
+            )
+        batch = TensorDict(state, batch_size=[self.num_envs]).unflatten_keys(".")
+        self.set_state(batch)
+        self.num_unstable = num_unstable.clone()
+
+    def _row_index(self, rows: Any) -> np.ndarray:
+        if rows is None:
+            return np.arange(self.num_envs)
+        array = np.asarray(rows.cpu() if isinstance(rows, torch.Tensor) else rows)
+        if array.dtype == bool and array.shape == (self.num_envs,):
+            return np.flatnonzero(array)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ValueError(
+                f"rows must be a sequence of integers or a mask of shape ({self.num_envs},), got "
+                f"{rows!r}."
+            )
+        if len(np.unique(array)) != len(array) or ((array < 0) | (array >= self.num_envs)).any():
+            raise ValueError(
+                f"rows must be distinct and in [0, {self.num_envs}), got {array.tolist()}."
+            )
+        return array.astype(np.int64)
+
+    # Rendering
+
+    def render(
+        self,
+        index: int = 0,
+        *,
+        width: int = 480,
+        height: int = 480,
+        camera: int | str | None = None,
+    ) -> np.ndarray:
+        """A picture of one environment.
+
+        Needs OpenGL; without a display, set the environment variable ``MUJOCO_GL`` to ``egl`` or
+        ``osmesa`` before ``mujoco`` is imported.
+
+        Args:
+            index (int, optional): which environment. Defaults to ``0``.
+
+        Keyword Args:
+            width (int, optional): pixels. Defaults to ``480``.
+            height (int, optional): pixels. Defaults to ``480``.
+            camera (int or str, optional): a camera of the model, by number or name; ``-1`` is the
+                free camera that the task describes. Defaults to ``None``: the camera ``"track"``
+                if the model has one, else the free camera.
+
+        Returns:
+            numpy.ndarray: ``[height, width, 3]``, uint8.
+
+        Raises:
+            RuntimeError: if there is no OpenGL.
+            ValueError: if there is no such environment or camera.
+        """
+        self._check_running()
+        index = check_int("index", index, 0)
+        if index >= self.num_envs:
+            raise ValueError(f"index={index}, but there are {self.num_envs} environments.")
+        size = (check_int("width", width, 1), check_int("height", height, 1))
+        if self._renderer is None or self._renderer.size != size:
+            if self._renderer is not None:
+                self._renderer.close()
+                self._renderer = None
+            self._renderer = SimulationRenderer(self._driver, *size, self.task.camera)
+        return self._renderer.render(self._driver, index, camera)
+
+    # Life cycle
+
+    def _check_running(self) -> None:
+        if self._driver is None:
+            raise RuntimeError("the environment is closed.")
+        if self._pid != os.getpid():
+            # Threads do not survive a fork: the child makes its own.
+            self._restart(self._get_forked_state())
+
+    def _get_forked_state(self) -> dict[str, torch.Tensor]:
+        self._pid = os.getpid()
+        return self.get_extra_state()
+
+    def _restart(self, state: dict[str, torch.Tensor]) -> None:
+        self._start()
+        self.set_extra_state(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(super().__getstate__())
+        state["_saved"] = None if self._driver is None else self.get_extra_state()
+        for name in ("_driver", "_ctrl", "_sims", "_randomized", "_renderer", "_rng"):
+            state[name] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        saved = state.pop("_saved")
+        super().__setstate__(state)
+        self._rng = RowGenerators.from_seeds(self.seeds.tolist())
+        if saved is not None:
+            self._restart(saved)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Ends the threads and frees the simulations.
+
+        Keyword Args:
+            raise_if_closed (bool, optional): whether closing twice is an error. Defaults to
+                ``True``.
+        """
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+        if self._driver is not None:
+            self._driver.close()
+        self._driver = self._ctrl = self._sims = None
+        self._randomized = []
+        super().close(raise_if_closed=raise_if_closed)
+
+
+def _as_parts(observation: np.ndarray | Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    return [observation] if isinstance(observation, np.ndarray) else observation

@@ -1,0 +1,165 @@
+"""Domain randomisation: model fields that differ between environments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import mujoco
+import numpy as np
+
+from torchrl_trudi.envs._validation import check_choice
+from torchrl_trudi.envs.mujoco._generators import RowGenerators
+
+# The kinds of objects that model fields belong to, by prefix.
+_OBJECTS = {
+    "body": mujoco.mjtObj.mjOBJ_BODY,
+    "jnt": mujoco.mjtObj.mjOBJ_JOINT,
+    "geom": mujoco.mjtObj.mjOBJ_GEOM,
+    "site": mujoco.mjtObj.mjOBJ_SITE,
+    "actuator": mujoco.mjtObj.mjOBJ_ACTUATOR,
+    "tendon": mujoco.mjtObj.mjOBJ_TENDON,
+    "eq": mujoco.mjtObj.mjOBJ_EQUALITY,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRandomization:
+    """Draws a field of the model anew for each environment at each of its resets.
+
+    Uniform in ``[low, high)``, from the environment's own random stream after its initial state.
+
+    Args:
+        field (str): a field of ``MjModel`` (``"body_mass"``, ``"geom_friction"``,
+            ``"dof_damping"``, ``"actuator_gainprm"``, ...) or ``"opt.<name>"``
+            (``"opt.gravity"``).
+        low (float): lower bound.
+        high (float): upper bound.
+        operation (str, optional): what the draw does to the value of the model: ``"scale"``
+            multiplies it, ``"add"`` is added to it, ``"set"`` replaces it. Defaults to
+            ``"scale"``.
+        names (Sequence[str], optional): the bodies, geoms, actuators, ... whose values change;
+            of joints, for fields that begin with ``"dof_"``. Defaults to ``None``, all.
+        columns (Sequence[int], optional): which numbers of each object's values change, for fields
+            with several (sliding friction is column 0 of ``geom_friction``). Defaults to
+            ``None``, all.
+        shared (bool, optional): whether one draw is used for all objects and columns, or each gets
+            its own. Defaults to ``False``.
+
+    Raises:
+        ValueError: if a bound is not finite, if they are in the wrong order, or if the operation
+            is not known.
+
+    Examples:
+        >>> from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv
+        >>> friction = ModelRandomization("geom_friction", 0.7, 1.3, columns=[0], shared=True)
+        >>> env = MujocoBatchEnv("Hopper-v5", num_envs=3, seed=0, randomization=[friction])
+        >>> env.reset()["randomization", "geom_friction"].shape
+        torch.Size([3, 1])
+    """
+
+    field: str
+    low: float
+    high: float
+    operation: Literal["scale", "add", "set"] = "scale"
+    names: Sequence[str] | None = None
+    columns: Sequence[int] | None = None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("operation", self.operation, ["scale", "add", "set"])
+        if not (np.isfinite(self.low) and np.isfinite(self.high) and self.low <= self.high):
+            raise ValueError(
+                f"{self.field}: low and high must be finite numbers with low <= high, got "
+                f"{self.low!r} and {self.high!r}."
+            )
+
+
+class RandomizedField:
+    """A :class:`ModelRandomization` applied to a model.
+
+    Args:
+        randomization (ModelRandomization): what to draw.
+        model (mujoco.MjModel): the model.
+        values (numpy.ndarray): the values of the simulations, ``[n, ...]``, to be written to.
+
+    Attributes:
+        num_draws (int): numbers drawn for each simulation.
+
+    Raises:
+        ValueError: if a name or a column does not exist.
+    """
+
+    def __init__(
+        self, randomization: ModelRandomization, model: mujoco.MjModel, values: np.ndarray
+    ) -> None:
+        self.randomization, self._values = randomization, values
+        if values.dtype.kind != "f":
+            raise ValueError(f"{randomization.field} holds integers; it cannot be randomised.")
+        self._nominal = values[0].copy()
+        index: tuple = (slice(None),)
+        if randomization.names is not None:
+            index += (np.array(_rows(randomization.field, randomization.names, model)),)
+        elif self._nominal.ndim:
+            index += (np.arange(len(self._nominal)),)
+        if randomization.columns is not None:
+            width = self._nominal.shape[-1] if self._nominal.ndim == 2 else 1
+            columns = np.array(randomization.columns)
+            if self._nominal.ndim != 2 or not np.isin(columns, np.arange(width)).all():
+                raise ValueError(
+                    f"{randomization.field} has no columns {list(randomization.columns)}: its "
+                    f"shape is {self._nominal.shape}."
+                )
+            index = (index[0], index[1][:, None], columns)
+        self._index = index
+        self._shape = self._nominal[index[1:]].shape
+        self.num_draws = 1 if randomization.shared else int(np.prod(self._shape))
+
+    def sample(self, ids: np.ndarray, rng: RowGenerators) -> np.ndarray:
+        """Draws new values.
+
+        Args:
+            ids (numpy.ndarray): the simulations.
+            rng (RowGenerators): their generators.
+
+        Returns:
+            numpy.ndarray: what was drawn, ``[len(ids), num_draws]``: factors, summands or values,
+            according to the operation.
+        """
+        options = self.randomization
+        draws = rng.uniform(options.low, options.high, self.num_draws)
+        shape = (-1, *(1 for _ in self._shape)) if options.shared else (-1, *self._shape)
+        new = np.broadcast_to(draws.reshape(shape), (len(ids), *self._shape))
+        nominal = self._nominal[self._index[1:]]
+        if options.operation == "scale":
+            new = nominal * new
+        elif options.operation == "add":
+            new = nominal + new
+        rows = ids.reshape(-1, *(1 for _ in self._shape))
+        self._values[(rows, *self._index[1:])] = new
+        return draws
+
+
+def _rows(field: str, names: Sequence[str], model: mujoco.MjModel) -> list[int]:
+    prefix = field.split("_")[0]
+    rows: list[int] = []
+    for name in names:
+        kind = "jnt" if prefix == "dof" else prefix
+        if kind not in _OBJECTS:
+            raise ValueError(f"the values of {field} have no names; leave names=None.")
+        index = mujoco.mj_name2id(model, _OBJECTS[kind], name)
+        if index < 0:
+            known = [
+                mujoco.mj_id2name(model, _OBJECTS[kind], i)
+                for i in range(model.nbody + model.ngeom + model.njnt)
+            ]
+            raise ValueError(
+                f"the model has no {kind} {name!r} for {field}; it has {[n for n in known if n]}."
+            )
+        if prefix == "dof":
+            dofs = np.flatnonzero(model.dof_jntid == index)
+            rows += dofs.tolist()
+        else:
+            rows.append(index)
+    return rows
