@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from torchrl_trudi.envs.finite_check import FiniteCheck
 from torchrl_trudi.envs.make_env import get_observation_norm, make_env
+from torchrl_trudi.envs.mujoco import (
+    ModelRandomization,
+    MujocoBatchEnv,
+    MujocoTask,
+    register_task,
+    registered_tasks,
+)
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
 from torchrl_trudi.envs.running_mean_var import RunningMeanVar
 
 __all__ = [
     "FiniteCheck",
+    "ModelRandomization",
+    "MujocoBatchEnv",
+    "MujocoTask",
     "RunningMeanVar",
     "RunningObservationNorm",
     "get_observation_norm",
     "make_env",
+    "register_task",
+    "registered_tasks",
 ]

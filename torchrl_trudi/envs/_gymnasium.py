@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchrl.envs import GymWrapper
 
 from torchrl_trudi.envs._seeding import first_seed
-from torchrl_trudi.envs._validation import did_you_mean
+from torchrl_trudi.envs._validation import did_you_mean, import_task
 
 VECTORIZATIONS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 
@@ -103,14 +102,7 @@ def make_gymnasium_env(
 
 
 def _find_spec(name: str) -> EnvSpec:
-    if not isinstance(name, str):
-        raise TypeError(f"name must be the name of a task, got {name!r}.")
-    module, _, task = name.rpartition(":")
-    if module:
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as err:
-            raise ValueError(f"the module of the task {name!r} cannot be imported: {err}.") from err
+    task = import_task(name)
     registry = gymnasium.envs.registration.registry
     if task not in registry:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
 import operator
 from collections.abc import Iterable
@@ -21,6 +22,30 @@ def did_you_mean(given: str, accepted: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(given, list(accepted), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def import_task(name: Any) -> str:
+    """The name of a task without its module, which is imported.
+
+    Args:
+        name (str): ``"Task-v0"``, or ``"module:Task-v0"``.
+
+    Returns:
+        str: ``"Task-v0"``.
+
+    Raises:
+        TypeError: if ``name`` is not a string.
+        ValueError: if there is no such module.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be the name of a task, got {name!r}.")
+    module, _, task = name.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as err:
+            raise ValueError(f"the module of the task {name!r} cannot be imported: {err}.") from err
+    return task
 
 
 def check_choice(argument: str, given: Any, accepted: Iterable[str]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,21 @@ from torchrl.envs import (
 from torchrl.envs.transforms import Transform
 
 from torchrl_trudi.envs._gymnasium import VECTORIZATIONS, make_gymnasium_env
-from torchrl_trudi.envs._validation import check_choice, check_int, check_positive, did_you_mean
+from torchrl_trudi.envs._validation import (
+    check_choice,
+    check_int,
+    check_positive,
+    did_you_mean,
+    import_task,
+)
 from torchrl_trudi.envs.finite_check import FiniteCheck
+from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv, registered_tasks
+from torchrl_trudi.envs.mujoco.task import unknown_options
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
 
 # A backend makes an environment of batch size [num_envs] whose `next` observations are the true
 # final ones and which resets the rows marked by `_reset`; all else is added here.
-_BACKENDS: Mapping[str, Callable[..., EnvBase]] = {"gymnasium": make_gymnasium_env}
+_BACKENDS = ("mujoco", "gymnasium")
 
 
 def make_env(
@@ -43,6 +52,8 @@ def make_env(
     reward_scale: float = 1.0,
     training: bool = True,
     backend: str = "auto",
+    num_threads: int | None = None,
+    randomization: Sequence[ModelRandomization] = (),
     vectorization: str = "sync",
     max_episode_steps: int | None = None,
     **env_kwargs: Any,
@@ -53,16 +64,18 @@ def make_env(
     holds its true final observation, with ``"terminated"`` and ``"truncated"`` apart; TorchRL
     then resets the rows that are done, and no other.
 
+    The MuJoCo tasks run as one :class:`MujocoBatchEnv`, others as vectorised Gymnasium.
+
     Transforms, applied once to the whole batch, in this order: the action's map from ``[-1, 1]``
-    (:class:`~torchrl.envs.ActionScaling`, if asked for), conversion to float32, a check
-    that observations and rewards are finite (:class:`FiniteCheck`), ``"episode_reward"`` in the
-    units of the task (:class:`~torchrl.envs.RewardSum`), ``"step_count"``
+    (:class:`~torchrl.envs.ActionScaling`, if asked for), with Gymnasium a conversion to float32
+    and a check that observations and rewards are finite (:class:`FiniteCheck`; the other backend
+    does both itself), ``"episode_reward"`` in the units of the task (:class:`~torchrl.envs.RewardSum`), ``"step_count"``
     (:class:`~torchrl.envs.StepCounter`), reward scaling, observation normalisation
     (:class:`RunningObservationNorm`).
 
     Args:
-        name (str): a task registered in Gymnasium, with its version. ``"module:Task-v0"`` imports
-            ``module`` first.
+        name (str): a task of :class:`MujocoBatchEnv`, or one registered in Gymnasium, with its
+            version. ``"module:Task-v0"`` imports ``module`` first.
         num_envs (int, optional): number of sub-environments. Defaults to ``1``.
 
     Keyword Args:
@@ -91,11 +104,17 @@ def make_env(
         training (bool, optional): whether the statistics are updated. With ``False`` they must
             come from ``observation_norm`` or from a ``state_dict`` before the first reset.
             Defaults to ``True``.
-        backend (str, optional): ``"gymnasium"``, or ``"auto"``, the fastest that has the task.
+        backend (str, optional): ``"mujoco"``, which is :class:`MujocoBatchEnv`,
+            ``"gymnasium"``, or ``"auto"``: the former for the tasks and options it has, unless
+            ``vectorization`` is ``"async"``, and the latter for all others, with a warning.
             Defaults to ``"auto"``.
-        vectorization (str, optional): ``"sync"`` steps the sub-environments in this process,
-            ``"async"`` in a process each: the calling script then needs
-            ``if __name__ == "__main__"``. Defaults to ``"sync"``.
+        num_threads (int, optional): threads of the physics, of ``"mujoco"`` only. Defaults to
+            ``None``, as many as this process has CPUs.
+        randomization (Sequence[ModelRandomization], optional): model fields drawn at each reset,
+            of ``"mujoco"`` only. Defaults to none.
+        vectorization (str, optional): of ``"gymnasium"``: ``"sync"`` steps the sub-environments
+            one after the other in this process, ``"async"`` in a process each: the calling script
+            then needs ``if __name__ == "__main__"``. Defaults to ``"sync"``.
         max_episode_steps (int, optional): truncates episodes after that many steps. Defaults to
             ``None``, the limit of the task.
         **env_kwargs: arguments of the task.
@@ -108,8 +127,8 @@ def make_env(
             observation that is not a Box or a Dict of Box, or if an argument is out of range or
             not among the accepted names. The message says what is accepted.
         TypeError: if an argument is of the wrong type or is not accepted by the task.
-        FloatingPointError: later, by ``reset`` and ``step``, if the task returns a NaN or an
-            infinity.
+        FloatingPointError: later, by ``reset`` and ``step``, if a Gymnasium task returns a NaN or
+            an infinity.
 
     Examples:
         >>> from torchrl_trudi.envs import get_observation_norm, make_env
@@ -139,30 +158,53 @@ def make_env(
     _check_norm_arguments(
         normalize_observation, observation_norm, observation_keys, observation_norm_kwargs
     )
-
-    base_env = _BACKENDS["gymnasium" if backend == "auto" else backend](
-        name,
-        num_envs,
-        device=torch.device("cpu" if device is None else device),
-        vectorization=vectorization,
-        max_episode_steps=max_episode_steps,
-        env_kwargs=env_kwargs,
-    )
+    if backend == "auto":
+        backend = _choose_backend(name, vectorization, randomization, env_kwargs)
+    base_env: EnvBase
+    if backend == "mujoco":
+        if vectorization != "sync":
+            raise ValueError(
+                f"vectorization={vectorization!r} belongs to backend='gymnasium'; the simulations "
+                "of 'mujoco' share this process, on num_threads threads."
+            )
+        base_env = MujocoBatchEnv(
+            import_task(name),
+            num_envs,
+            num_threads=num_threads,
+            seed=seed,
+            device=device,
+            max_episode_steps=max_episode_steps,
+            randomization=randomization,
+            **env_kwargs,
+        )
+    else:
+        if num_threads is not None or randomization:
+            raise ValueError(
+                "num_threads and randomization belong to backend='mujoco'; this is 'gymnasium'."
+            )
+        base_env = make_gymnasium_env(
+            name,
+            num_envs,
+            device=torch.device("cpu" if device is None else device),
+            vectorization=vectorization,
+            max_episode_steps=max_episode_steps,
+            env_kwargs=env_kwargs,
+        )
     try:
-        if seed is not None:
+        if seed is not None and backend == "gymnasium":
             base_env.set_seed(seed)
         # The action passes through the transforms from the last to the first: it is cast to the
         # dtype of the task before it is scaled.
         env = TransformedEnv(base_env)
         if normalize_action:
             env.append_transform(ActionScaling())
-        env.append_transform(DoubleToFloat())
-        keys = _float_keys(env)
-        transforms: list[Transform] = [
-            FiniteCheck([*keys, "reward"]),
-            RewardSum(),
-            StepCounter(),
-        ]
+        transforms: list[Transform] = [RewardSum(), StepCounter()]
+        if backend == "mujoco":  # which returns finite float32 numbers
+            keys: list[NestedKey] = ["observation"]
+        else:
+            env.append_transform(DoubleToFloat())
+            keys = _float_keys(env)
+            transforms.insert(0, FiniteCheck([*keys, "reward"]))
         if reward_scale != 1.0:
             transforms.append(RewardScaling(loc=0.0, scale=reward_scale))
         if normalize_observation:
@@ -197,6 +239,31 @@ def get_observation_norm(env: EnvBase) -> RunningObservationNorm:
     if len(found) != 1:
         raise ValueError(f"expected one RunningObservationNorm in the env, found {len(found)}.")
     return found[0]
+
+
+def _choose_backend(
+    name: str,
+    vectorization: str,
+    randomization: Sequence[ModelRandomization],
+    env_kwargs: Mapping[str, Any],
+) -> str:
+    if vectorization == "async":
+        return "gymnasium"
+    task = import_task(name)
+    if task not in registered_tasks():
+        reason = "it is not one of its tasks"
+    else:
+        unknown = unknown_options(task, env_kwargs)
+        if not unknown:
+            return "mujoco"
+        reason = f"it has no option {unknown[0]!r}"
+    # By default Python shows a warning once for each text and place.
+    warnings.warn(
+        f"{name} runs as vectorised Gymnasium, not as a MujocoBatchEnv: {reason}. "
+        "backend='gymnasium' asks for that.",
+        stacklevel=3,
+    )
+    return "gymnasium"
 
 
 def _check_norm_arguments(

@@ -63,6 +63,8 @@ def _make_env(
         observation_norm=observation_norm,
         reward_scale=config.env.reward_scale,
         training=observation_norm is None,
+        backend=config.env.backend,
+        num_threads=config.env.num_threads,
         vectorization=config.env.vectorization,
         max_episode_steps=config.env.max_episode_steps,
         **config.env.kwargs,

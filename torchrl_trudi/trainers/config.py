@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchrl_trudi.modules.networks import ActivationName, NormName
     from torchrl_trudi.modules.step_sizes import ScheduleName
 
+    BackendName = Literal["auto", "mujoco", "gymnasium"]
     VectorizationName = Literal["sync", "async"]
     LearnStepSizes = Literal["none", "shared", "per_step"]
     FrictionName = Literal["per_dim", "scalar"]
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     BoundName = Literal["path", "step"]
 else:
     # OmegaConf knows no literal types: at run time the choices of the options do their work.
-    ActivationName = NormName = ScheduleName = VectorizationName = LearnStepSizes = str
+    ActivationName = BackendName = NormName = ScheduleName = str
+    VectorizationName = LearnStepSizes = str
     FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
 
 __all__ = [
@@ -87,10 +89,21 @@ class EnvConfig:
         "critic.vmin and critic.vmax bound scaled returns.",
         gt=0,
     )
+    backend: BackendName = option(
+        "auto",
+        "MujocoBatchEnv (mujoco), vectorised Gymnasium (gymnasium), or the former where it has the "
+        "task (auto).",
+        choices=("auto", "mujoco", "gymnasium"),
+    )
+    num_threads: int | None = option(
+        None,
+        "Threads of the physics, with the mujoco backend; null takes all CPUs of the process.",
+        ge=1,
+    )
     vectorization: VectorizationName = option(
         "sync",
-        "Step the environments one after the other in this process (sync) or in worker processes "
-        "(async).",
+        "With the gymnasium backend: step the environments one after the other in this process "
+        "(sync) or in worker processes (async).",
         choices=("sync", "async"),
     )
     max_episode_steps: int | None = option(

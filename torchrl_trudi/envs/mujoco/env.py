@@ -172,7 +172,10 @@ class MujocoBatchEnv(EnvBase):
         snapshot = task.snapshot(sims)
         zeros = np.zeros((1, model.nu), np.float32)
         self._check_shapes(
-            observation, task.reward(sims, zeros, snapshot), task.terminated(sims), snapshot
+            observation,
+            task.reward(sims, zeros, snapshot, snapshot),
+            task.terminated(sims),
+            snapshot,
         )
         self._fields = sorted(probe.fields)
         widths = [part.shape[1] for part in observation]
@@ -257,6 +260,7 @@ class MujocoBatchEnv(EnvBase):
         self.observation_spec = observation
         bounds = torch.from_numpy(self.model.actuator_ctrlrange.astype(np.float32))
         low, high = bounds.expand(*shape, *bounds.shape).unbind(-1)
+        self._action_shape = low.shape
         self.action_spec = Bounded(low, high, dtype=torch.float32, device=device)
         self.reward_spec = Unbounded(column, dtype=self.dtype, device=device)
         self.done_spec = Composite(
@@ -291,7 +295,8 @@ class MujocoBatchEnv(EnvBase):
         last, now = self._observations
         with np.errstate(over="ignore", invalid="ignore"):  # of simulations that diverged
             self._write_observation(now, sims)
-            reward = np.asarray(task.reward(sims, action, before), now.dtype)
+            after = task.snapshot(sims)
+            reward = np.array(task.reward(sims, action, before, after), now.dtype)
             ends = task.terminated(sims)
         terminated, truncated, unstable = self._ended
         terminated[:] = False if ends is None else ends
@@ -312,17 +317,16 @@ class MujocoBatchEnv(EnvBase):
             self._driver.reset(rows)
             self._driver.forward(rows)
         if before is not None:
-            before[...] = task.snapshot(sims)
+            before[...] = after
         self._observations.reverse()
         return self._output(reward)
 
     def _read_action(self, tensordict: TensorDictBase) -> np.ndarray:
-        action = tensordict.get(self.action_key)
-        spec = self.action_spec
-        if action.shape != spec.shape or action.dtype != spec.dtype:
+        action = tensordict.get("action")
+        if action.shape != self._action_shape or action.dtype != torch.float32:
             raise ValueError(
                 f"the action has the shape {tuple(action.shape)} and dtype {action.dtype}; needed "
-                f"are {tuple(spec.shape)} and {spec.dtype}."
+                f"are {tuple(self._action_shape)} and torch.float32."
             )
         array = action.detach().cpu().numpy()
         if not np.isfinite(array.sum()):
@@ -342,26 +346,29 @@ class MujocoBatchEnv(EnvBase):
             out[:, columns] = part
 
     def _output(self, reward: np.ndarray | None) -> TensorDictBase:
-        # The arrays are written to again: everything is copied, once.
-        def column(array: np.ndarray) -> torch.Tensor:
-            return torch.tensor(array, device=self.device).unsqueeze(-1)
+        # The arrays are written to again, so that what leaves is copied, once.
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array.copy())
 
         terminated, truncated, unstable = self._ended
-        observation = torch.tensor(self._observations[0], device=self.device)
         data = {
-            "observation": observation,
-            "unstable": column(unstable),
-            "terminated": column(terminated),
-            "truncated": column(truncated),
-            "done": column(terminated | truncated),
+            "observation": tensor(self._observations[0]),
+            "unstable": tensor(unstable[:, None]),
+            "terminated": tensor(terminated[:, None]),
+            "truncated": tensor(truncated[:, None]),
+            "done": torch.from_numpy((terminated | truncated)[:, None]),
         }
         if reward is not None:
-            data["reward"] = column(reward)
-        out = TensorDict(data, batch_size=self.batch_size, device=self.device)
-        for field, draws in zip(self._randomization, self._draws, strict=True):
-            value = torch.tensor(draws, dtype=self.dtype, device=self.device)
-            out.set(("randomization", field.field), value)
-        return out
+            data["reward"] = torch.from_numpy(reward[:, None])
+        if self._randomized:
+            data["randomization"] = TensorDict(
+                {
+                    field.field: torch.from_numpy(draws).to(self.dtype, copy=True)
+                    for field, draws in zip(self._randomization, self._draws, strict=True)
+                },
+                batch_size=self.batch_size,
+            )
+        return TensorDict(data, batch_size=self.batch_size, device=self.device)
 
     # Resetting
 
@@ -514,7 +521,7 @@ class MujocoBatchEnv(EnvBase):
         self._ended[:, index] = state["ended"].numpy().T
         if self._snapshot is not None:
             self._snapshot[index] = state["snapshot"].numpy()
-        if "rng" in state.keys():
+        if "rng" in state:
             self._rng[index].set_state(state["rng"])
         for field, draws in zip(self._randomization, self._draws, strict=True):
             entry = state["randomization", field.field]

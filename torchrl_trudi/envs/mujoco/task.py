@@ -49,7 +49,7 @@ class MujocoTask(abc.ABC):
         ...         return rng.uniform(-np.pi, np.pi, 1), np.zeros((len(sims), 1))
         ...     def observation(self, sims):
         ...         return np.cos(sims.qpos), np.sin(sims.qpos), sims.qvel
-        ...     def reward(self, sims, action, before):
+        ...     def reward(self, sims, action, before, after):
         ...         return -np.cos(sims.qpos[:, 0])
         >>> env = MujocoBatchEnv(Swing(), num_envs=4, seed=0)
         >>> env.rollout(3)["observation"].shape
@@ -104,16 +104,15 @@ class MujocoTask(abc.ABC):
         """
 
     @abc.abstractmethod
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
         """The reward of a step.
 
         Args:
             sims (Simulations): the state after the step.
             action (numpy.ndarray): the action as given, ``[n, nu]`` float32. ``sims.ctrl`` is the
                 same in float64.
-            before (numpy.ndarray, optional): :meth:`snapshot` before the step.
+            before (numpy.ndarray): :meth:`snapshot` before the step, ``None`` if the task has none.
+            after (numpy.ndarray): :meth:`snapshot` after it.
 
         Returns:
             numpy.ndarray: ``[n]``.
@@ -131,14 +130,14 @@ class MujocoTask(abc.ABC):
         del sims
 
     def snapshot(self, sims: Simulations) -> np.ndarray | None:
-        """What the next reward needs to know of this state, such as a position.
+        """What rewards compare between states, such as a position.
 
         Args:
             sims (Simulations): the state.
 
         Returns:
-            numpy.ndarray or None: ``[n, k]``, handed to :meth:`reward` after the next step and
-            part of checkpoints; ``None``, the default, for nothing.
+            numpy.ndarray or None: ``[n, k]``, handed to :meth:`reward` with that of the state before,
+            and part of checkpoints; ``None``, the default, for nothing.
         """
         del sims
 

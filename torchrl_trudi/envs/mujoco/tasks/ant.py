@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mujoco
 import numpy as np
@@ -119,10 +120,8 @@ class Ant(GymnasiumTask):
         finite = np.isfinite(sims.qpos).all(1) & np.isfinite(sims.qvel).all(1)
         return finite & (low <= z) & (z <= high)
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
-        x_velocity = (self.snapshot(sims) - before)[:, 0] / sims.dt
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
+        x_velocity = (after - before)[:, 0] / sims.dt
         rewards = x_velocity * self.forward_reward_weight
         rewards = rewards + self._is_healthy(sims) * self.healthy_reward
         # In float32, as Gymnasium computes it.

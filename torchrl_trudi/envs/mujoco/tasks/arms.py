@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mujoco
 import numpy as np
@@ -65,9 +66,7 @@ class Reacher(GymnasiumTask):
             self._offset(sims)[:, :2],
         )
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
         distance = np.linalg.norm(self._offset(sims), axis=1)
         # The cost of control in float32, as Gymnasium computes it.
         control = -np.square(action).sum(1) * self.reward_control_weight
@@ -135,9 +134,7 @@ class Pusher(GymnasiumTask):
         bodies = (self._tips_arm, self._object, self._goal)
         return (sims.qpos[:, :7], sims.qvel[:, :7], *(sims.xpos[:, body] for body in bodies))
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
         to_arm = sims.xpos[:, self._object] - sims.xpos[:, self._tips_arm]
         to_goal = sims.xpos[:, self._object] - sims.xpos[:, self._goal]
         near = -np.linalg.norm(to_arm, axis=1) * self.reward_near_weight

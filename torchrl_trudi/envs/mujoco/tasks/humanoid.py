@@ -148,10 +148,8 @@ class Humanoid(_HumanoidBase):
         z = sims.qpos[:, 2]
         return (low < z) & (z < high)
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
-        x_velocity = (self.snapshot(sims) - before)[:, 0] / sims.dt
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
+        x_velocity = (after - before)[:, 0] / sims.dt
         rewards = self.forward_reward_weight * x_velocity
         rewards = rewards + self._is_healthy(sims) * self.healthy_reward
         costs = self.ctrl_cost_weight * np.square(sims.ctrl).sum(1)
@@ -224,9 +222,7 @@ class HumanoidStandup(_HumanoidBase):
         self.impact_cost_weight = impact_cost_weight
         self.impact_cost_range = check_range("impact_cost_range", impact_cost_range)
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
         height_reward = sims.qpos[:, 2] / sims.model.opt.timestep
         ctrl_cost = self.ctrl_cost_weight * np.square(sims.ctrl).sum(1)
         impact_cost = self._force_cost(sims, self.impact_cost_weight, self.impact_cost_range)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,9 +52,7 @@ class InvertedPendulum(GymnasiumTask):
         finite = np.isfinite(sims.qpos).all(1) & np.isfinite(sims.qvel).all(1)
         return ~finite | (np.abs(sims.qpos[:, 1]) > 0.2)
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
         return 1.0 - self.terminated(sims)
 
 
@@ -106,9 +105,7 @@ class InvertedDoublePendulum(GymnasiumTask):
     def terminated(self, sims: Simulations) -> np.ndarray:
         return sims.site_xpos[:, 0, 2] <= 1
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
         x, y = sims.site_xpos[:, 0, 0], sims.site_xpos[:, 0, 2]
         v1, v2 = sims.qvel[:, 1], sims.qvel[:, 2]
         dist_penalty = 0.01 * x**2 + (y - 2) ** 2

@@ -60,10 +60,8 @@ class _Runner(GymnasiumTask):
         """The x coordinate."""
         return sims.qpos[:, :1]
 
-    def reward(
-        self, sims: Simulations, action: np.ndarray, before: np.ndarray | None
-    ) -> np.ndarray:
-        x_velocity = (sims.qpos[:, :1] - before)[:, 0] / sims.dt
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
+        x_velocity = (after - before)[:, 0] / sims.dt
         # The cost in float32, as Gymnasium computes it.
         ctrl_cost = self.ctrl_cost_weight * np.square(action).sum(1)
         return self.forward_reward_weight * x_velocity + self._survival(sims) - ctrl_cost
