@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -178,6 +179,12 @@ class PhysicsDriver(abc.ABC):
     def close(self) -> None:
         """Ends the threads and lets go of the memory."""
 
+    def abandon(self) -> None:
+        """Gives the driver up in a process that was forked from the one that made it.
+
+        Its threads do not exist here, so that ending them would wait for ever.
+        """
+
 
 class BatchDriver(PhysicsDriver):
     """:class:`mujoco.batch.Batch`: threads of C++, no Python between the simulations."""
@@ -269,6 +276,10 @@ class BatchDriver(PhysicsDriver):
 
     def get_model(self, sim: int, model: mujoco.MjModel) -> None:
         self._batch.get_model(sim, model)
+
+    def abandon(self) -> None:
+        # The destructor of the batch joins its threads. One reference too many, and it never runs.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._batch._b))
 
     def close(self) -> None:
         # The arrays keep the memory of the batch alive, so all of them have to go.

@@ -625,12 +625,11 @@ class MujocoBatchEnv(EnvBase):
         if self._driver is None:
             raise RuntimeError("the environment is closed.")
         if self._pid != os.getpid():
-            # Threads do not survive a fork: the child makes its own.
-            self._restart(self._get_forked_state())
-
-    def _get_forked_state(self) -> dict[str, torch.Tensor]:
-        self._pid = os.getpid()
-        return self.get_extra_state()
+            # Threads do not survive a fork: the child makes its own, and goes on from the state.
+            self._pid = os.getpid()
+            state = self.get_extra_state()
+            self._driver.abandon()
+            self._restart(state)
 
     def _restart(self, state: dict[str, torch.Tensor]) -> None:
         self._start()
