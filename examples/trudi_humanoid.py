@@ -47,6 +47,10 @@ def summarize(rollout, metrics, num_minibatches: int) -> dict[str, float]:
     for name, key in (("return", "episode_reward"), ("length", "step_count")):
         # 0 / 0 = NaN if no episode ended.
         means[name] = (rollout.get(("next", key)) * done).sum() / episodes
+    if "unstable" in rollout:  # MujocoBatchEnv: simulations that diverged
+        means["unstable"] = rollout.get(("next", "unstable")).sum()
+    for field, draws in rollout.get("randomization", {}).items():
+        means[f"randomization_{field}"] = draws.mean()
     names, values = [], []
     for name, value in means.items():
         names += [f"{name}/{i}" for i in range(value.numel())] if value.ndim else [name]

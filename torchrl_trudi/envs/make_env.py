@@ -30,12 +30,17 @@ from torchrl_trudi.envs._validation import (
 )
 from torchrl_trudi.envs.finite_check import FiniteCheck
 from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv, registered_tasks
-from torchrl_trudi.envs.mujoco.task import unknown_options
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
 
 # A backend makes an environment of batch size [num_envs] whose `next` observations are the true
 # final ones and which resets the rows marked by `_reset`; all else is added here.
 _BACKENDS = ("mujoco", "gymnasium")
+
+# Options of Gymnasium's MuJoCo tasks that are about its own renderer.
+_GYMNASIUM_OPTIONS = frozenset(
+    {"render_mode", "width", "height", "camera_id", "camera_name"}
+    | {"default_camera_config", "max_geom", "visual_options"}
+)
 
 
 def make_env(
@@ -53,7 +58,7 @@ def make_env(
     training: bool = True,
     backend: str = "auto",
     num_threads: int | None = None,
-    randomization: Sequence[ModelRandomization] = (),
+    randomization: Sequence[ModelRandomization] | None = None,
     vectorization: str = "sync",
     max_episode_steps: int | None = None,
     **env_kwargs: Any,
@@ -105,13 +110,14 @@ def make_env(
             come from ``observation_norm`` or from a ``state_dict`` before the first reset.
             Defaults to ``True``.
         backend (str, optional): ``"mujoco"``, which is :class:`MujocoBatchEnv`,
-            ``"gymnasium"``, or ``"auto"``: the former for the tasks and options it has, unless
-            ``vectorization`` is ``"async"``, and the latter for all others, with a warning.
+            ``"gymnasium"``, or ``"auto"``: the former for the tasks it has, the latter for others
+            and for options of Gymnasium's renderer, with a warning, and for
+            ``vectorization="async"``.
             Defaults to ``"auto"``.
         num_threads (int, optional): threads of the physics, of ``"mujoco"`` only. Defaults to
             ``None``, as many as this process has CPUs.
         randomization (Sequence[ModelRandomization], optional): model fields drawn at each reset,
-            of ``"mujoco"`` only. Defaults to none.
+            of ``"mujoco"`` only. Defaults to ``None``, those of the task.
         vectorization (str, optional): of ``"gymnasium"``: ``"sync"`` steps the sub-environments
             one after the other in this process, ``"async"`` in a process each: the calling script
             then needs ``if __name__ == "__main__"``. Defaults to ``"sync"``.
@@ -159,7 +165,7 @@ def make_env(
         normalize_observation, observation_norm, observation_keys, observation_norm_kwargs
     )
     if backend == "auto":
-        backend = _choose_backend(name, vectorization, randomization, env_kwargs)
+        backend = _choose_backend(name, vectorization, env_kwargs)
     base_env: EnvBase
     if backend == "mujoco":
         if vectorization != "sync":
@@ -244,19 +250,17 @@ def get_observation_norm(env: EnvBase) -> RunningObservationNorm:
 def _choose_backend(
     name: str,
     vectorization: str,
-    randomization: Sequence[ModelRandomization],
     env_kwargs: Mapping[str, Any],
 ) -> str:
     if vectorization == "async":
         return "gymnasium"
-    task = import_task(name)
-    if task not in registered_tasks():
+    if import_task(name) not in registered_tasks():
         reason = "it is not one of its tasks"
     else:
-        unknown = unknown_options(task, env_kwargs)
-        if not unknown:
+        given = _GYMNASIUM_OPTIONS.intersection(env_kwargs)
+        if not given:
             return "mujoco"
-        reason = f"it has no option {unknown[0]!r}"
+        reason = f"it has no option {min(given)!r}"
     # By default Python shows a warning once for each text and place.
     warnings.warn(
         f"{name} runs as vectorised Gymnasium, not as a MujocoBatchEnv: {reason}. "

@@ -179,7 +179,7 @@ class PhysicsDriver(abc.ABC):
     def close(self) -> None:
         """Ends the threads and lets go of the memory."""
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027 (a driver without such threads has nothing to do)
         """Gives the driver up in a process that was forked from the one that made it.
 
         Its threads do not exist here, so that ending them would wait for ever.
@@ -316,7 +316,8 @@ class ThreadDriver(PhysicsDriver):
         if component is not None:
             start, size = _state_slice(self.model, component)
             array = self.state[:, start : start + size]
-            array = array[:, 0] if name == "time" else array.reshape(-1, *np.shape(template))
+            shape = np.asarray(template).shape
+            array = array[:, 0] if name == "time" else array.reshape(-1, *shape)
         elif isinstance(template, np.ndarray) or type(template) is int:
             array = np.zeros((self.num_sims, *np.shape(template)), np.asarray(template).dtype)
             self._sources[name] = self._datas

@@ -65,7 +65,7 @@ class MujocoBatchEnv(EnvBase):
             ``None``, the limit of the task.
         randomization (Sequence[ModelRandomization], optional): model fields drawn for each
             environment at each reset, reported under ``("randomization", field)``. Defaults to
-            none.
+            ``None``, those of the task.
         driver (str, optional): ``"batch"``, ``"threads"`` (a pool of Python threads, for MuJoCo
             before 3.17) or ``"auto"``, the faster one there is. Defaults to ``"auto"``.
         **task_options: options of the task, if it is given by name.
@@ -104,7 +104,7 @@ class MujocoBatchEnv(EnvBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         max_episode_steps: int | None = None,
-        randomization: Sequence[ModelRandomization] = (),
+        randomization: Sequence[ModelRandomization] | None = None,
         driver: str = "auto",
         **task_options: Any,
     ) -> None:
@@ -141,7 +141,9 @@ class MujocoBatchEnv(EnvBase):
         )
         self._num_threads = default_num_threads() if num_threads is None else num_threads
         self._driver_name = driver
-        self._randomization = tuple(randomization)
+        self._randomization = _check_randomization(
+            task.randomization if randomization is None else randomization
+        )
         self.model = load_model(task.model_source)
         self._check_model()
         self.num_unstable = torch.zeros(num_envs, dtype=torch.int64)
@@ -638,8 +640,10 @@ class MujocoBatchEnv(EnvBase):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(super().__getstate__())
         state["_saved"] = None if self._driver is None else self.get_extra_state()
-        for name in ("_driver", "_ctrl", "_sims", "_randomized", "_renderer", "_rng"):
+        for name in ("_driver", "_randomized", "_renderer", "_rng"):
             state[name] = None
+        for name in ("_ctrl", "_sims"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -662,9 +666,23 @@ class MujocoBatchEnv(EnvBase):
             self._renderer = None
         if self._driver is not None:
             self._driver.close()
-        self._driver = self._ctrl = self._sims = None
+        self._driver = None
+        del self._ctrl, self._sims
         self._randomized = []
         super().close(raise_if_closed=raise_if_closed)
+
+
+def _check_randomization(given: Sequence[ModelRandomization]) -> tuple[ModelRandomization, ...]:
+    for entry in given:
+        if not isinstance(entry, ModelRandomization):
+            raise TypeError(f"randomization must hold ModelRandomization, got {entry!r}.")
+    fields = [entry.field for entry in given]
+    if len(set(fields)) != len(fields):
+        raise ValueError(
+            f"a field can be randomised once; {fields} names one twice, and the second draw would "
+            "overwrite the first."
+        )
+    return tuple(given)
 
 
 def _as_parts(observation: np.ndarray | Sequence[np.ndarray]) -> Sequence[np.ndarray]:

@@ -13,6 +13,8 @@ import numpy as np
 
 from torchrl_trudi.envs._validation import check_int, did_you_mean
 from torchrl_trudi.envs.mujoco._generators import RowGenerators
+from torchrl_trudi.envs.mujoco._model import load_model
+from torchrl_trudi.envs.mujoco.randomization import ModelRandomization
 from torchrl_trudi.envs.mujoco.simulations import Simulations
 
 
@@ -31,6 +33,8 @@ class MujocoTask(abc.ABC):
         frame_skip (int, optional): substeps of the physics per action. Defaults to ``1``.
         max_episode_steps (int, optional): truncates episodes after that many steps. Defaults to
             ``None``, no limit.
+        randomization (Sequence[ModelRandomization], optional): model fields that every environment
+            draws anew at each reset, unless the environment is given others. Defaults to none.
         camera (Mapping[str, Any], optional): attributes of the free camera of
             :meth:`MujocoBatchEnv.render`: ``distance`` (m), ``azimuth``, ``elevation`` (degrees),
             ``lookat`` ``[3]`` (m), or ``trackbodyid``. Defaults to ``None``, MuJoCo's own.
@@ -62,14 +66,22 @@ class MujocoTask(abc.ABC):
         *,
         frame_skip: int = 1,
         max_episode_steps: int | None = None,
+        randomization: Sequence[ModelRandomization] = (),
         camera: Mapping[str, Any] | None = None,
     ) -> None:
         self.model_source = model
+        self.randomization = tuple(randomization)
         self.frame_skip = check_int("frame_skip", frame_skip, 1)
         if max_episode_steps is not None:
             max_episode_steps = check_int("max_episode_steps", max_episode_steps, 1)
         self.max_episode_steps = max_episode_steps
         self.camera = dict(camera or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if isinstance(self.model_source, mujoco.MjSpec):  # which cannot be pickled
+            state["model_source"] = load_model(self.model_source)
+        return state
 
     def setup(self, model: mujoco.MjModel) -> None:
         """Called once with the compiled model, before anything else: look up ids here.
@@ -127,7 +139,7 @@ class MujocoTask(abc.ABC):
         Returns:
             numpy.ndarray or None: ``[n]`` bool; ``None``, the default, ends none.
         """
-        del sims
+        return None
 
     def snapshot(self, sims: Simulations) -> np.ndarray | None:
         """What rewards compare between states, such as a position.
@@ -139,7 +151,7 @@ class MujocoTask(abc.ABC):
             numpy.ndarray or None: ``[n, k]``, handed to :meth:`reward` with that of the state before,
             and part of checkpoints; ``None``, the default, for nothing.
         """
-        del sims
+        return None
 
 
 TaskFactory = Callable[..., MujocoTask]
@@ -203,42 +215,13 @@ def make_task(name: str, options: Mapping[str, Any]) -> MujocoTask:
             f"{name!r} is not a task of MujocoBatchEnv; there are {registered_tasks()}, and "
             f"register_task adds others.{did_you_mean(name, _REGISTRY)}"
         )
-    unknown = unknown_options(name, options)
-    if unknown:
-        accepted = task_options(name)
+    parameters = inspect.signature(_REGISTRY[name]).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = sorted(p.name for p in parameters if p.kind in named)
+    unknown = [option for option in options if option not in accepted]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         raise TypeError(
             f"the task {name!r} does not accept the argument {unknown[0]!r}; it accepts "
             f"{accepted}.{did_you_mean(unknown[0], accepted)}"
         )
     return _REGISTRY[name](**options)
-
-
-def task_options(name: str) -> list[str]:
-    """The options of a registered task.
-
-    Args:
-        name (str): its name.
-
-    Returns:
-        list of str: the names of the arguments that it accepts by keyword, sorted.
-    """
-    parameters = inspect.signature(_REGISTRY[name]).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return sorted(p.name for p in parameters if p.kind in named)
-
-
-def unknown_options(name: str, options: Mapping[str, Any]) -> list[str]:
-    """Those of ``options`` that a registered task does not accept.
-
-    Args:
-        name (str): its name.
-        options (Mapping[str, Any]): arguments.
-
-    Returns:
-        list of str: their names.
-    """
-    parameters = inspect.signature(_REGISTRY[name]).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return []
-    accepted = task_options(name)
-    return [option for option in options if option not in accepted]
