@@ -25,6 +25,9 @@ from torchrl_trudi.envs.mujoco._logging import silent_physics
 # then at another stage of a multi-stage integrator.
 POST_CONSTRAINT_FIELDS = ("cacc", "cfrc_int", "cfrc_ext")
 
+# What the future of a simulation depends on.
+_STATE = mujoco.mjtState.mjSTATE_INTEGRATION
+
 
 def default_num_threads() -> int:
     """The number of CPUs that this process may use."""
@@ -66,9 +69,12 @@ class PhysicsDriver(abc.ABC):
         self.num_threads = min(num_threads, num_sims)
         self._expanded: dict[str, np.ndarray] = {}
         data = mujoco.MjData(model)
+        self._default_state = np.empty(mujoco.mj_stateSize(model, _STATE))
+        mujoco.mj_getState(model, data, self._default_state, _STATE)
         self._post = {
             name: np.zeros((num_sims, *getattr(data, name).shape)) for name in post_constraint
         }
+        self._bound: dict[str, np.ndarray] = dict(self._post)
 
     def bind(self, name: str) -> np.ndarray:
         """The live array ``[num_sims, ...]`` of a field of ``MjData``.
@@ -85,11 +91,12 @@ class PhysicsDriver(abc.ABC):
         Raises:
             AttributeError: if there is no such field, or it has no fixed size.
         """
-        if name in self._post:
-            return self._post[name]
-        if name in POST_CONSTRAINT_FIELDS:
-            raise AttributeError(f"{name!r} is not computed by this driver.")
-        return self._bind(name)
+        array = self._bound.get(name)
+        if array is None:
+            if name in POST_CONSTRAINT_FIELDS:
+                raise AttributeError(f"{name!r} is not computed by this driver.")
+            array = self._bound[name] = self._bind(name)
+        return array
 
     @abc.abstractmethod
     def _bind(self, name: str) -> np.ndarray: ...
@@ -105,13 +112,16 @@ class PhysicsDriver(abc.ABC):
             numpy.ndarray: the ids of those in which MuJoCo raised an error.
         """
 
-    @abc.abstractmethod
     def reset(self, ids: np.ndarray) -> None:
         """Puts simulations into the default state of the model, without computing anything.
 
         Args:
             ids (numpy.ndarray): which.
         """
+        self.state[ids] = self._default_state
+        qpos0 = self._expanded.get("qpos0")
+        if qpos0 is not None:
+            self.bind("qpos")[ids] = qpos0[ids]
 
     @abc.abstractmethod
     def forward(self, ids: np.ndarray) -> None:
@@ -173,7 +183,7 @@ class PhysicsDriver(abc.ABC):
             sim (int): the simulation.
             data (mujoco.MjData): data of the model.
         """
-        mujoco.mj_setState(self.model, data, self.state[sim], mujoco.mjtState.mjSTATE_INTEGRATION)
+        mujoco.mj_setState(self.model, data, self.state[sim], _STATE)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -253,11 +263,6 @@ class BatchDriver(PhysicsDriver):
         for array in self._post.values():
             array[rows] = 0.0
 
-    def reset(self, ids: np.ndarray) -> None:
-        with silent_physics():
-            self._batch.reset(np.sort(ids), stage=mujoco.mjtStage.mjSTAGE_NONE.value)
-        self._zero_post_constraint(ids)
-
     def forward(self, ids: np.ndarray) -> None:
         with silent_physics():
             self._batch.forward(np.sort(ids))
@@ -292,25 +297,17 @@ class ThreadDriver(PhysicsDriver):
     For MuJoCo before 3.17, and to check the other driver against.
     """
 
-    _SPEC = mujoco.mjtState.mjSTATE_INTEGRATION
-
     def __init__(self, model, num_sims, num_threads, post_constraint=()) -> None:
         super().__init__(model, num_sims, num_threads, post_constraint)
         self._datas = [mujoco.MjData(model) for _ in range(num_sims)]
         self._models = [model] * num_sims
-        self._bound: dict[str, np.ndarray] = {}
-        self._sources: dict[str, list[Any]] = {}
-        size = mujoco.mj_stateSize(model, self._SPEC)
-        self.state = np.zeros((num_sims, size))
+        self._outputs: list[str] = []
+        self.state = np.tile(self._default_state, (num_sims, 1))
         self.warnings = np.zeros((num_sims, mujoco.mjtWarning.mjNWARNING.value), np.int32)
-        for data, row in zip(self._datas, self.state, strict=True):
-            mujoco.mj_getState(model, data, row, self._SPEC)
         self._chunks = np.array_split(np.arange(num_sims), self.num_threads)
         self._pool = ThreadPoolExecutor(self.num_threads) if self.num_threads > 1 else None
 
     def _bind(self, name: str) -> np.ndarray:
-        if name in self._bound:
-            return self._bound[name]
         component = _STATE_COMPONENTS.get(name)
         template = getattr(self._datas[0], name, None)
         if component is not None:
@@ -320,13 +317,12 @@ class ThreadDriver(PhysicsDriver):
             array = array[:, 0] if name == "time" else array.reshape(-1, *shape)
         elif isinstance(template, np.ndarray) or type(template) is int:
             array = np.zeros((self.num_sims, *np.shape(template)), np.asarray(template).dtype)
-            self._sources[name] = self._datas
+            self._outputs.append(name)
         else:
             raise AttributeError(
                 f"{name!r} is not a field of MjData with a fixed size."
                 f"{did_you_mean(name, dir(self._datas[0]))}"
             )
-        self._bound[name] = array
         return array
 
     def _run(self, ids: np.ndarray, function: Callable[[int], None]) -> dict[int, str]:
@@ -336,14 +332,14 @@ class ThreadDriver(PhysicsDriver):
         def work(chunk: np.ndarray) -> None:
             for sim in chunk.tolist():
                 model, data, row = self._models[sim], self._datas[sim], self.state[sim]
-                mujoco.mj_setState(model, data, row, self._SPEC)
+                mujoco.mj_setState(model, data, row, _STATE)
                 try:
                     function(sim)
                 except mujoco.FatalError as err:
                     errors[sim] = str(err)
                     continue
-                mujoco.mj_getState(model, data, row, self._SPEC)
-                for name in self._sources:
+                mujoco.mj_getState(model, data, row, _STATE)
+                for name in self._outputs:
                     self._bound[name][sim] = getattr(data, name)
 
         with silent_physics():
@@ -371,11 +367,6 @@ class ThreadDriver(PhysicsDriver):
 
         self.warnings[:] = 0
         return np.array(sorted(self._run(np.arange(self.num_sims), step_one)), np.int64)
-
-    def reset(self, ids: np.ndarray) -> None:
-        for sim in ids.tolist():
-            mujoco.mj_resetData(self._models[sim], self._datas[sim])
-            mujoco.mj_getState(self._models[sim], self._datas[sim], self.state[sim], self._SPEC)
 
     def forward(self, ids: np.ndarray) -> None:
         errors = self._run(ids, lambda sim: mujoco.mj_forward(self._models[sim], self._datas[sim]))

@@ -23,6 +23,16 @@ _OBJECTS = {
     "eq": mujoco.mjtObj.mjOBJ_EQUALITY,
 }
 
+_COUNTS = {
+    "body": "nbody",
+    "jnt": "njnt",
+    "geom": "ngeom",
+    "site": "nsite",
+    "actuator": "nu",
+    "tendon": "ntendon",
+    "eq": "neq",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelRandomization:
@@ -39,8 +49,9 @@ class ModelRandomization:
         operation (str, optional): what the draw does to the value of the model: ``"scale"``
             multiplies it, ``"add"`` is added to it, ``"set"`` replaces it. Defaults to
             ``"scale"``.
-        names (Sequence[str], optional): the bodies, geoms, actuators, ... whose values change;
-            of joints, for fields that begin with ``"dof_"``. Defaults to ``None``, all.
+        names (Sequence[str or int], optional): the bodies, geoms, actuators, ... whose values
+            change, by name or number; joints, for fields that begin with ``"dof_"``. Defaults to
+            ``None``, all.
         columns (Sequence[int], optional): which numbers of each object's values change, for fields
             with several (sliding friction is column 0 of ``geom_friction``). Defaults to
             ``None``, all.
@@ -63,7 +74,7 @@ class ModelRandomization:
     low: float
     high: float
     operation: Literal["scale", "add", "set"] = "scale"
-    names: Sequence[str] | None = None
+    names: Sequence[str | int] | None = None
     columns: Sequence[int] | None = None
     shared: bool = False
 
@@ -141,25 +152,25 @@ class RandomizedField:
         return draws
 
 
-def _rows(field: str, names: Sequence[str], model: mujoco.MjModel) -> list[int]:
+def _rows(field: str, names: Sequence[str | int], model: mujoco.MjModel) -> list[int]:
+    """The rows of a field that belong to objects."""
     prefix = field.split("_")[0]
+    kind = "jnt" if prefix == "dof" else prefix
+    if kind not in _OBJECTS or field.startswith("opt."):
+        raise ValueError(f"the values of {field} do not belong to objects; leave names=None.")
+    known = [
+        mujoco.mj_id2name(model, _OBJECTS[kind], i) for i in range(getattr(model, _COUNTS[kind]))
+    ]
     rows: list[int] = []
     for name in names:
-        kind = "jnt" if prefix == "dof" else prefix
-        if kind not in _OBJECTS:
-            raise ValueError(f"the values of {field} have no names; leave names=None.")
-        index = mujoco.mj_name2id(model, _OBJECTS[kind], name)
-        if index < 0:
-            known = [
-                mujoco.mj_id2name(model, _OBJECTS[kind], i)
-                for i in range(model.nbody + model.ngeom + model.njnt)
-            ]
-            raise ValueError(
-                f"the model has no {kind} {name!r} for {field}; it has {[n for n in known if n]}."
-            )
-        if prefix == "dof":
-            dofs = np.flatnonzero(model.dof_jntid == index)
-            rows += dofs.tolist()
+        if name in known:
+            index = known.index(name)
+        elif isinstance(name, int) and 0 <= name < len(known):
+            index = name
         else:
-            rows.append(index)
+            raise ValueError(
+                f"the model has no {kind} {name!r} for {field}; it has {known} (None: without a "
+                "name, to be given by number)."
+            )
+        rows += np.flatnonzero(model.dof_jntid == index).tolist() if prefix == "dof" else [index]
     return rows
