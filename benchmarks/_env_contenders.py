@@ -255,7 +255,9 @@ class RawBatchEnv(BatchEnv):
         return len(self._recording.actions) * self.num_envs
 
 
-def make_replays(env: MujocoBatchEnv, settings: Settings, rng: np.random.Generator) -> list:
+def make_replays(
+    env: MujocoBatchEnv, settings: Settings, rng: np.random.Generator
+) -> list[Contender]:
     """The three contenders over one environment, which the caller closes."""
     recording = record(env, settings, rng)
     ended = recording.num_resets / (len(recording.actions) * env.num_envs)

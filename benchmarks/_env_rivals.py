@@ -97,16 +97,23 @@ def make_rivals(
     ]
 
 
-def make_envpool(
-    task: str, num_envs: int, settings: Settings, rng: np.random.Generator
-) -> list[Contender]:
-    """EnvPool, if it is installed and has the task."""
+def envpool_tasks() -> list[str]:
+    """The tasks that EnvPool has; none if it is not installed."""
     if not HAS_ENVPOOL:
         return []
     import envpool
 
-    if task not in envpool.list_all_envs():
+    return envpool.list_all_envs()
+
+
+def make_envpool(
+    task: str, num_envs: int, settings: Settings, rng: np.random.Generator
+) -> list[Contender]:
+    """EnvPool, if it is installed and has the task."""
+    if task not in envpool_tasks():
         return []
+    import envpool
+
     threads = min(settings.threads, num_envs)
     env = envpool.make_gymnasium(task, num_envs=num_envs, num_threads=threads, seed=0)
     return [VectorLoop("envpool", env, num_envs, settings, rng)]

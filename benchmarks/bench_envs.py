@@ -43,7 +43,7 @@ import mujoco
 import numpy as np
 import torch
 from _env_contenders import Contender, Settings, make_replays
-from _env_rivals import HAS_ENVPOOL, make_collectors, make_envpool, make_rivals
+from _env_rivals import HAS_ENVPOOL, envpool_tasks, make_collectors, make_envpool, make_rivals
 
 from torchrl_trudi.envs.mujoco import MujocoBatchEnv, registered_tasks
 
@@ -168,7 +168,8 @@ def bench_collectors(args: argparse.Namespace, samples: Samples) -> list[list[st
 def bench_memory(args: argparse.Namespace) -> list[list[str]]:
     """Peak memory of a process with each number of environments; rows of a table."""
     script = Path(__file__).with_name("_env_memory.py")
-    print(f"{HUMANOID}, memory ...")
+    if args.memory_envs:
+        print(f"{HUMANOID}, memory ...")
     rows, first = [], None
     for num_envs in args.memory_envs:
         command = [sys.executable, script, HUMANOID, num_envs, args.threads, 30]
@@ -334,6 +335,9 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--csv: {args.csv} exists already")
     if args.require_envpool and not HAS_ENVPOOL:
         parser.error("--require-envpool: envpool is not installed (pip install envpool)")
+    lacking = sorted(set(args.tasks).difference(envpool_tasks())) if args.require_envpool else []
+    if lacking:
+        parser.error(f"--require-envpool: EnvPool does not have {lacking}")
     return args
 
 

@@ -94,6 +94,10 @@ class MujocoBatchEnv(EnvBase):
         >>> env.set_state(state)
     """
 
+    # Set before anything can fail: an environment that could not be made is closed too.
+    _driver: Any = None
+    _renderer: SimulationRenderer | None = None
+
     def __init__(
         self,
         task: str | MujocoTask,
@@ -199,10 +203,10 @@ class MujocoBatchEnv(EnvBase):
     ) -> None:
         name = type(self.task).__name__
         for part in observation:
-            if part.ndim != 2 or len(part) != 1:
+            if not isinstance(part, np.ndarray) or part.ndim != 2 or len(part) != 1:
                 raise ValueError(
-                    f"{name}.observation must return arrays of shape [n, k], with n=1 here; got "
-                    f"{tuple(part.shape)}."
+                    f"{name}.observation must return numpy arrays of shape [n, k], with n=1 here; "
+                    f"got {getattr(part, 'shape', part)!r}."
                 )
         if np.shape(reward) != (1,):
             raise ValueError(
@@ -225,7 +229,7 @@ class MujocoBatchEnv(EnvBase):
     def _start(self) -> None:
         """Makes the simulations, all in the default state of the model."""
         self._pid = os.getpid()
-        self._renderer: SimulationRenderer | None = None
+        self._renderer = None
         driver = make_driver(
             self._driver_name,
             self.model,
@@ -233,7 +237,7 @@ class MujocoBatchEnv(EnvBase):
             self._num_threads,
             [field for field in POST_CONSTRAINT_FIELDS if field in self._fields],
         )
-        self._driver: Any = driver
+        self._driver = driver
         for field in self._fields:
             driver.bind(field)
         self._ctrl = driver.bind("ctrl")
@@ -300,15 +304,17 @@ class MujocoBatchEnv(EnvBase):
             after = task.snapshot(sims)
             reward = np.array(task.reward(sims, action, before, after), now.dtype)
             ends = task.terminated(sims)
+            # A sum is finite only if all its terms are, and much cheaper than isfinite() of each.
+            if not np.isfinite(now.sum()) or not np.isfinite(reward.sum()):
+                warned |= ~np.isfinite(now).all(1) | ~np.isfinite(reward)
         terminated, truncated, unstable = self._ended
         terminated[:] = False if ends is None else ends
         self._elapsed += 1
         if self.max_episode_steps is not None:
             np.greater_equal(self._elapsed, self.max_episode_steps, out=truncated)
-        # A sum is finite only if all its terms are, and much cheaper than isfinite() of each.
-        if not np.isfinite(now.sum()) or not np.isfinite(reward.sum()):
-            warned |= ~np.isfinite(now).all(1) | ~np.isfinite(reward)
         unstable[:] = warned
+        if before is not None:
+            before[...] = after
         if warned.any():
             reward = np.where(warned, 0.0, reward).astype(now.dtype)
             now[warned] = last[warned]
@@ -318,8 +324,8 @@ class MujocoBatchEnv(EnvBase):
             rows = np.flatnonzero(warned)
             self._driver.reset(rows)
             self._driver.forward(rows)
-        if before is not None:
-            before[...] = after
+            if before is not None:
+                before[rows] = task.snapshot(Simulations(self._driver, task.frame_skip, rows))
         self._observations.reverse()
         return self._output(reward)
 
@@ -667,7 +673,8 @@ class MujocoBatchEnv(EnvBase):
         if self._driver is not None:
             self._driver.close()
         self._driver = None
-        del self._ctrl, self._sims
+        self.__dict__.pop("_ctrl", None)
+        self.__dict__.pop("_sims", None)
         self._randomized = []
         super().close(raise_if_closed=raise_if_closed)
 
