@@ -10,7 +10,13 @@ from torchrl.envs import check_env_specs
 from torchrl.envs.utils import RandomPolicy
 
 from torchrl_trudi.envs import get_observation_norm, make_env
-from torchrl_trudi.envs._gymnasium import GymnasiumVectorEnv
+from torchrl_trudi.envs._seeding import first_seed
+
+BACKENDS = ["mujoco", "gymnasium"]
+
+
+def make(name, num_envs=1, **kwargs):
+    return make_env(name, num_envs, backend="gymnasium", **kwargs)
 
 
 def rollout(env, steps):
@@ -19,9 +25,12 @@ def rollout(env, steps):
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
-@pytest.mark.parametrize("name", ["InvertedPendulum-v5", "Pendulum-v1"])
-def test_specs(name, num_envs):
-    env = make_env(name, num_envs, seed=0, reward_scale=0.1)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*(("InvertedPendulum-v5", backend) for backend in BACKENDS), ("Pendulum-v1", "gymnasium")],
+)
+def test_specs(name, backend, num_envs):
+    env = make_env(name, num_envs, seed=0, reward_scale=0.1, backend=backend)
     assert env.batch_size == (num_envs,)
     check_env_specs(env)
     assert env.observation_spec["observation"].dtype == torch.float32
@@ -30,17 +39,20 @@ def test_specs(name, num_envs):
     env.close()
 
 
-def test_same_as_plain_gymnasium_to_the_last_bit():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_same_as_plain_gymnasium_to_the_last_bit(backend):
     """Observations (final ones too), rewards and flags of every row, over several episodes."""
     seed, num_envs, steps = 7, 3, 60
     task = {"name": "InvertedPendulum-v5", "max_episode_steps": 9}
-    env = make_env(**task, num_envs=num_envs, seed=seed, normalize_observation=False)
+    options = {"num_envs": num_envs, "seed": seed, "backend": backend}
+    env = make_env(**task, **options, normalize_observation=False)
     data = rollout(env, steps)
     ends = {"terminated": 0, "truncated": 0}
     for row in range(num_envs):
         plain = gymnasium.make(task["name"], max_episode_steps=task["max_episode_steps"])
-        plain.reset(seed=GymnasiumVectorEnv.first_seed(seed) + row)
-        observation, _ = plain.reset()  # seeding a TorchRL env resets it; the rollout does again
+        observation, _ = plain.reset(seed=first_seed(seed) + row)
+        if backend == "gymnasium":
+            observation, _ = plain.reset()  # the seeding resets; the rollout does again
         for t in range(steps):
             step = data[row, t]
             assert np.array_equal(step["observation"], observation.astype(np.float32))
@@ -59,18 +71,21 @@ def test_same_as_plain_gymnasium_to_the_last_bit():
     assert min(ends.values()) > 0
 
 
-def test_terminated_and_truncated_are_apart():
-    terminating = rollout(make_env("InvertedPendulum-v5", 2, seed=0), 60)["next"]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_terminated_and_truncated_are_apart(backend):
+    terminating = rollout(make_env("InvertedPendulum-v5", 2, seed=0, backend=backend), 60)["next"]
     assert terminating["terminated"].any()
     assert not terminating["truncated"].any()
-    truncating = rollout(make_env("Pendulum-v1", 2, seed=0, max_episode_steps=4), 12)["next"]
+    name = "Reacher-v5" if backend == "mujoco" else "Pendulum-v1"  # neither of which terminates
+    options = {"seed": 0, "max_episode_steps": 4, "backend": backend}
+    truncating = rollout(make_env(name, 2, **options), 12)["next"]
     assert not truncating["terminated"].any()
     expected = torch.arange(1, 13) % 4 == 0
     assert torch.equal(truncating["truncated"][..., 0], expected.expand(2, 12))
 
 
 def test_partial_reset_leaves_other_rows_alone():
-    env = make_env("TestCounter-v0", 3, seed=0, normalize_observation=False, length=50)
+    env = make("TestCounter-v0", 3, seed=0, normalize_observation=False, length=50)
     tensordict = env.reset()
     for _ in range(2):
         tensordict = env.step_mdp(env.rand_step(tensordict))
@@ -88,13 +103,13 @@ def test_partial_reset_leaves_other_rows_alone():
 
 
 def test_reset_with_a_tensordict_without_mask_resets_everything():
-    env = make_env("TestCounter-v0", 2, seed=0, normalize_observation=False, length=50)
+    env = make("TestCounter-v0", 2, seed=0, normalize_observation=False, length=50)
     tensordict = env.rand_step(env.reset())
     assert (env.reset(tensordict.exclude("next"))["observation"][:, 1] == 0).all()
 
 
 def test_rewards_and_counters():
-    env = make_env("TestCounter-v0", 2, seed=0, reward_scale=0.5)
+    env = make("TestCounter-v0", 2, seed=0, reward_scale=0.5)
     following = rollout(env, 7)["next"]
     expected = {
         "reward": [0.5, 1.0, 1.5] * 2 + [0.5],
@@ -108,7 +123,7 @@ def test_rewards_and_counters():
 @pytest.mark.parametrize("split", [False, True])
 def test_collector(split):
     """Next observations at an episode end are final, carried ones are the reset ones."""
-    env = make_env("TestCounter-v0", 3, seed=0, normalize_observation=False)
+    env = make("TestCounter-v0", 3, seed=0, normalize_observation=False)
     collector = Collector(
         env,
         RandomPolicy(env.full_action_spec),
@@ -126,28 +141,32 @@ def test_collector(split):
     assert offsets.unique().numel() == 3 * 3  # each episode of each row draws its own
 
 
-def test_seeds():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_seeds(backend):
+    name = "Reacher-v5" if backend == "mujoco" else "Pendulum-v1"
+    options = {"num_envs": 3, "max_episode_steps": 4, "backend": backend}
+
     def run(seed):
-        return rollout(make_env("Pendulum-v1", 3, seed=seed, max_episode_steps=4), 10)
+        return rollout(make_env(name, seed=seed, **options), 10)
 
     first, again, other = run(0), run(0), run(1)
     assert (first == again).all()
     # No sub-environment of one batch starts as one of another batch does, or of its own.
-    raw = [make_env("Pendulum-v1", 3, seed=s, normalize_observation=False) for s in (0, 1)]
+    raw = [make_env(name, seed=s, normalize_observation=False, **options) for s in (0, 1)]
     starts = torch.cat([env.reset()["observation"] for env in raw])
     assert len(starts.unique(dim=0)) == 6
     assert not torch.equal(first["observation"], other["observation"])
 
 
 def test_without_a_seed_runs_differ():
-    starts = [make_env("Pendulum-v1", normalize_observation=False).reset() for _ in range(2)]
+    starts = [make("Pendulum-v1", normalize_observation=False).reset() for _ in range(2)]
     assert not torch.equal(starts[0]["observation"], starts[1]["observation"])
 
 
 def test_sync_and_async_agree():
     rollouts = []
     for vectorization in ("sync", "async"):
-        env = make_env("Pendulum-v1", 2, seed=0, vectorization=vectorization, max_episode_steps=3)
+        env = make("Pendulum-v1", 2, seed=0, vectorization=vectorization, max_episode_steps=3)
         rollouts.append(rollout(env, 7))
         env.close()
     assert (rollouts[0] == rollouts[1]).all()
@@ -155,7 +174,7 @@ def test_sync_and_async_agree():
 
 def test_dict_observation(dict_space):
     kwargs = {"seed": 0, "observation_space": dict_space}
-    env = make_env("TestAnySpaces-v0", 2, **kwargs)
+    env = make("TestAnySpaces-v0", 2, **kwargs)
     check_env_specs(env)
     norm = get_observation_norm(env)
     assert set(norm.in_keys) == {"proprio", ("goal", "xy")}
@@ -165,14 +184,14 @@ def test_dict_observation(dict_space):
     assert norm.get_statistics(("goal", "xy")).var.max() < 1
     assert data["proprio"].dtype == torch.float32
     assert data["pixel_row"].dtype == torch.uint8
-    raw = rollout(make_env("TestAnySpaces-v0", 2, normalize_observation=False, **kwargs), 50)
+    raw = rollout(make("TestAnySpaces-v0", 2, normalize_observation=False, **kwargs), 50)
     assert set(raw.keys(True)) == set(data.keys(True))
 
 
 def test_observation_keys(dict_space):
     kwargs = {"seed": 0, "observation_space": dict_space}
-    env = make_env("TestAnySpaces-v0", 2, observation_keys=[("goal", "xy")], **kwargs)
-    raw = rollout(make_env("TestAnySpaces-v0", 2, normalize_observation=False, **kwargs), 9)
+    env = make("TestAnySpaces-v0", 2, observation_keys=[("goal", "xy")], **kwargs)
+    raw = rollout(make("TestAnySpaces-v0", 2, normalize_observation=False, **kwargs), 9)
     data = rollout(env, 9)
     assert get_observation_norm(env).in_keys == [("goal", "xy")]
     assert torch.equal(data["proprio"], raw["proprio"])
@@ -180,14 +199,14 @@ def test_observation_keys(dict_space):
 
 
 def test_observation_norm_kwargs():
-    env = make_env("TestCounter-v0", observation_norm_kwargs={"eps": 0.5, "clip": 0.1}, seed=0)
+    env = make("TestCounter-v0", observation_norm_kwargs={"eps": 0.5, "clip": 0.1}, seed=0)
     assert get_observation_norm(env).get_statistics("observation").eps == 0.5
     assert rollout(env, 6)["observation"].abs().max() <= 0.1 + 1e-6
 
 
 def test_non_finite_observation_names_key_and_rows():
-    env = make_env("TestCounter-v0", 4, seed=0, nan_at=2, nan_below=0.5)
-    offsets = make_env("TestCounter-v0", 4, seed=0, normalize_observation=False).reset()
+    env = make("TestCounter-v0", 4, seed=0, nan_at=2, nan_below=0.5)
+    offsets = make("TestCounter-v0", 4, seed=0, normalize_observation=False).reset()
     rows = (offsets["observation"][:, 0] < 0.5).nonzero().squeeze(-1).tolist()
     assert 0 < len(rows) < 4
     tensordict = env.step_mdp(env.rand_step(env.reset()))
@@ -197,7 +216,7 @@ def test_non_finite_observation_names_key_and_rows():
     # Raised before the statistics are spoilt.
     assert get_observation_norm(env).get_statistics("observation").mean.isfinite().all()
     with pytest.raises(FloatingPointError, match="'observation' in 1 of 1"):
-        make_env("TestCounter-v0", nan_at=0).reset()
+        make("TestCounter-v0", nan_at=0).reset()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +236,7 @@ def test_non_finite_observation_names_key_and_rows():
         ({"reward_scale": -1}, ValueError, "reward_scale .* got -1"),
         ({"reward_scale": float("nan")}, ValueError, "reward_scale .* got nan"),
         ({"reward_scale": "big"}, TypeError, "reward_scale .* 'big' of type str"),
-        ({"backend": "gymnasum"}, ValueError, r"\['auto', 'gymnasium'\]. Did you mean 'gym"),
+        ({"backend": "gymnasum"}, ValueError, r"'mujoco', 'gymnasium'\]. Did you mean 'gym"),
         ({"vectorization": "threads"}, ValueError, r"'threads' is not one of \['sync', 'async'\]"),
         ({"lenght": 3}, TypeError, "does not accept the argument 'lenght'.*mean 'length'"),
         ({"observation_norm": 3}, TypeError, "must be a RunningObservationNorm.* got int"),
@@ -232,13 +251,13 @@ def test_non_finite_observation_names_key_and_rows():
 )
 def test_bad_arguments(kwargs, error, message):
     with pytest.raises(error, match=message):
-        make_env(**{"name": "TestCounter-v0", **kwargs})
+        make_env(**{"name": "TestCounter-v0", "backend": "gymnasium", **kwargs})
 
 
 def test_unknown_argument_of_a_task_that_hands_arguments_on():
     # The task's own signature ends with **kwargs; it is its parent that refuses.
     with pytest.raises(TypeError, match=r"'frame_skipp'.*Did you mean 'frame_skip'"):
-        make_env("InvertedPendulum-v5", frame_skipp=2)
+        make("InvertedPendulum-v5", frame_skipp=2)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +270,7 @@ def test_unknown_argument_of_a_task_that_hands_arguments_on():
 )
 def test_bad_action_space(space, message):
     with pytest.raises(ValueError, match=message):
-        make_env("TestAnySpaces-v0", action_space=space)
+        make("TestAnySpaces-v0", action_space=space)
 
 
 @pytest.mark.parametrize(
@@ -265,25 +284,25 @@ def test_bad_action_space(space, message):
 )
 def test_bad_observation_space(space, message):
     with pytest.raises(ValueError, match=message):
-        make_env("TestAnySpaces-v0", observation_space=space)
+        make("TestAnySpaces-v0", observation_space=space)
 
 
 def test_observation_norm_of_another_task():
-    norm = get_observation_norm(make_env("TestCounter-v0"))
+    norm = get_observation_norm(make("TestCounter-v0"))
     with pytest.raises(ValueError, match=r"of shape \(2,\) on cpu .* of shape \(3,\) on cpu"):
-        make_env("Pendulum-v1", observation_norm=norm)
+        make("Pendulum-v1", observation_norm=norm)
     with pytest.raises(ValueError, match=r"its own keys and options; \['observation_keys'\]"):
-        make_env("TestCounter-v0", observation_norm=norm, observation_keys=["observation"])
+        make("TestCounter-v0", observation_norm=norm, observation_keys=["observation"])
 
 
 def test_get_observation_norm_without_one():
     with pytest.raises(ValueError, match="found 0"):
-        get_observation_norm(make_env("TestCounter-v0", normalize_observation=False))
+        get_observation_norm(make("TestCounter-v0", normalize_observation=False))
 
 
 def test_action_is_passed_in_the_tasks_dtype():
     space = spaces.Box(-2.0, 2.0, (1,), np.float64)
-    env = make_env("TestAnySpaces-v0", 2, action_space=space, seed=0)
+    env = make("TestAnySpaces-v0", 2, action_space=space, seed=0)
     check_env_specs(env)
     assert env.full_action_spec["action"].dtype == torch.float32
     assert env.full_action_spec["action"].space.high.unique() == 2.0

@@ -9,7 +9,7 @@ from torchrl_trudi.envs import make_env
 
 
 def test_unit_box_reaches_the_task_in_its_own_units():
-    options = {"num_envs": 2, "seed": 0, "normalize_observation": False}
+    options = {"num_envs": 2, "seed": 0, "normalize_observation": False, "backend": "gymnasium"}
     unit = make_env("Pendulum-v1", normalize_action=True, **options)
     plain = make_env("Pendulum-v1", **options)
     assert unit.action_spec.space.low.unique().tolist() == [-1.0]

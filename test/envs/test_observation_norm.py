@@ -17,7 +17,7 @@ from torchrl_trudi.envs import (
 
 
 def make(num_envs=3, **kwargs):
-    return make_env("TestCounter-v0", num_envs, seed=0, **kwargs)
+    return make_env("TestCounter-v0", num_envs, seed=0, backend="gymnasium", **kwargs)
 
 
 def raw_states(rollout):

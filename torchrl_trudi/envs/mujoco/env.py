@@ -336,7 +336,8 @@ class MujocoBatchEnv(EnvBase):
                 f"the action has the shape {tuple(action.shape)} and dtype {action.dtype}; needed "
                 f"are {tuple(self._action_shape)} and torch.float32."
             )
-        array = action.detach().cpu().numpy()
+        # Contiguous, because the order in which numpy sums a row follows its layout in memory.
+        array = np.ascontiguousarray(action.detach().cpu().numpy())
         if not np.isfinite(array.sum()):
             rows = np.flatnonzero(~np.isfinite(array).all(1))
             if len(rows):

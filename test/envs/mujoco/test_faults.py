@@ -1,0 +1,557 @@
+"""MujocoBatchEnv: what is refused, and what happens to simulations that diverge."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import mujoco
+import numpy as np
+import pytest
+import torch
+from envs.mujoco._tasks import SLIDER, Slider, act, assert_same, play, slider_spec
+from tensordict import TensorDict
+
+from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv, register_task
+from torchrl_trudi.envs.mujoco._drivers import DRIVERS
+
+DRIVER_NAMES = sorted(DRIVERS)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path, monkeypatch, capfd):
+    """Nothing is printed, no file is written, and warnings are errors."""
+    monkeypatch.chdir(tmp_path)
+    before = mujoco.get_mju_user_warning()
+    yield
+    assert mujoco.get_mju_user_warning() is before
+    assert os.listdir(tmp_path) == []
+    assert capfd.readouterr() == ("", "")
+
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"task": "Hoper-v5"}, ValueError, "'Hoper-v5' is not a task.*mean 'Hopper-v5'"),
+        ({"task": "Hopper"}, ValueError, "mean 'Hopper-v5'"),
+        ({"task": None}, TypeError, "name of a task or an instance of MujocoTask, got None"),
+        ({"task": Slider}, TypeError, "an instance of MujocoTask, got <class .* of type ABCMeta"),
+        ({"num_envs": 0}, ValueError, "num_envs must be an integer of at least 1, got 0"),
+        ({"num_envs": -1}, ValueError, "num_envs .* got -1"),
+        ({"num_envs": 2.0}, TypeError, "num_envs .* got 2.0 of type float"),
+        ({"num_envs": "2"}, TypeError, "num_envs .* got '2' of type str"),
+        ({"num_envs": True}, TypeError, "num_envs .* got True, a bool"),
+        ({"num_threads": 0}, ValueError, "num_threads must be an integer of at least 1, got 0"),
+        ({"num_threads": 1.5}, TypeError, "num_threads .* got 1.5 of type float"),
+        ({"seed": -1}, ValueError, "seed must be an integer of at least 0, got -1"),
+        ({"seed": 0.5}, TypeError, "seed .* got 0.5"),
+        ({"max_episode_steps": 0}, ValueError, "max_episode_steps .* at least 1, got 0"),
+        ({"dtype": torch.float16}, ValueError, r"dtype=torch.float16 is not one of \[torch.float3"),
+        ({"dtype": np.float32}, ValueError, "dtype=<class 'numpy.float32'> is not one of"),
+        ({"driver": "bach"}, ValueError, "'bach' is not one of .*Did you mean 'batch'"),
+        ({"randomization": ["body_mass"]}, TypeError, "must hold ModelRandomization, got 'body_m"),
+        (
+            {"randomization": [ModelRandomization("body_mass", 1, 2)] * 2},
+            ValueError,
+            r"once; \['body_mass', 'body_mass'\]",
+        ),
+        ({"healthy_rewad": 3}, TypeError, "not accept .*'healthy_rewad'; .*mean 'healthy_reward'"),
+        ({"healthy_reward": "3"}, TypeError, "healthy_reward must be a number, got '3'"),
+        ({"healthy_reward": np.nan}, ValueError, "healthy_reward must be finite, got nan"),
+        ({"healthy_z_range": (2, 1)}, ValueError, r"\(low, high\) with low <= high, got \(2, 1\)"),
+        ({"healthy_z_range": 2}, ValueError, "healthy_z_range must be a pair of numbers, got 2"),
+        ({"terminate_when_unhealthy": 1}, TypeError, "must be True or False, got 1"),
+        ({"frame_skip": 0}, ValueError, "frame_skip must be an integer of at least 1, got 0"),
+        ({"frame_skip": 2.5}, TypeError, "frame_skip .* got 2.5"),
+        ({"xml_file": "./none.xml"}, FileNotFoundError, "xml_file='./none.xml'"),
+        ({"xml_file": "none.xml"}, FileNotFoundError, "xml_file='none.xml'"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        MujocoBatchEnv(**{"task": "Hopper-v5", **kwargs})
+
+
+def test_options_belong_to_a_name():
+    with pytest.raises(
+        TypeError, match=r"\['limit'\] given with a task that is made already.*Slid"
+    ):
+        MujocoBatchEnv(Slider(), limit=3.0)
+
+
+@pytest.mark.parametrize("options", [{"frame_skip": 0}, {"max_episode_steps": 1.5}])
+def test_bad_arguments_of_a_task(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        Slider(**options)
+
+
+# Models
+
+
+def test_files_that_do_not_exist_or_compile(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no MJCF file '.*none.xml'"):
+        MujocoBatchEnv(Slider(model=tmp_path / "none.xml"))
+    with pytest.raises(FileNotFoundError, match="there is no MJCF file"):
+        MujocoBatchEnv(Slider(model=str(tmp_path)))
+    file = tmp_path / "model.xml"
+    for text, message in (
+        ("<mujoco><worldbody></mujoco>", "cannot compile .*model.xml.*XML"),
+        ("<mujoco><wordbody/></mujoco>", "(?s)cannot compile .*wordbody"),
+        (
+            "<mujoco><worldbody><body><joint/></body></worldbody></mujoco>",
+            "mass and inertia of moving bodies",
+        ),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            MujocoBatchEnv(Slider(model=file))
+    file.unlink()
+    spec = mujoco.MjSpec.from_string(
+        "<mujoco><worldbody><body><joint/></body></worldbody></mujoco>"
+    )
+    with pytest.raises(ValueError, match="cannot compile the specification: .*mass and inertia"):
+        MujocoBatchEnv(Slider(model=spec))
+    with pytest.raises(TypeError, match="path of an MJCF file.*got 3 of type int"):
+        MujocoBatchEnv(Slider(model=3))
+
+
+def test_models_without_a_bounded_action():
+    head, _, _ = SLIDER.format(timestep=0.01, stiffness=1).partition("<actuator>")
+    with pytest.raises(ValueError, match="the model has no actuators"):
+        MujocoBatchEnv(Slider(model=mujoco.MjSpec.from_string(head + "</mujoco>")))
+    for limited in (False, True):
+        model = slider_spec().compile()
+        model.actuator_ctrllimited[:] = limited
+        model.actuator_ctrlrange[:] = 0.5 if limited else [-1, 1]
+        with pytest.raises(ValueError, match="every actuator of the model needs a ctrlrange"):
+            MujocoBatchEnv(Slider(model=model))
+
+
+def with_memory(model: str, state: Callable[[mujoco.MjModel, mujoco.MjData], None]) -> Any:
+    """A model with so little memory that ``state`` gives a warning, and another: an error."""
+    found: dict[str, mujoco.MjModel] = {}
+    mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        for memory in range(8, 80):
+            size = f'<mujoco><size memory="{memory}K"/>'
+            compiled = mujoco.MjSpec.from_string(model.replace("<mujoco>", size)).compile()
+            data = mujoco.MjData(compiled)
+            try:
+                state(compiled, data)
+                if data.warning.number.any():
+                    found.setdefault("warning", compiled)
+            except mujoco.FatalError:
+                found.setdefault("error", compiled)
+    finally:
+        mujoco.set_mju_user_warning(None)
+    return found
+
+
+BOXES = """<mujoco><worldbody><geom type="plane" size="9 9 .1"/>
+  {boxes}</worldbody><actuator><motor joint="z0" ctrlrange="-1 1"/></actuator></mujoco>"""
+
+
+def boxes(height: float) -> str:
+    """Boxes that can fall down, and touch the floor at ``height=0.05``."""
+    one = """<body pos="{i} 0 {height}"><joint name="z{i}" type="slide" axis="0 0 1"/>
+      <joint type="slide" axis="1 0 0"/><geom size=".05 .05 .05" type="box"/></body>"""
+    return BOXES.format(boxes="".join(one.format(i=i, height=height) for i in range(6)))
+
+
+def test_warnings_while_the_default_state_is_computed_are_not_written():
+    model = with_memory(boxes(0.049), mujoco.mj_forward).get("warning")
+    if model is None:
+        pytest.skip("this MuJoCo never warns of too little memory")
+    task = Slider(model=model, limit=1e9)
+    task.initial_state = lambda sims, rng: (sims.qpos, sims.qvel)
+    env = MujocoBatchEnv(task, 2, seed=0, num_threads=1)
+    assert act(env, env.reset(), 0.0)["next", "unstable"].all()
+
+
+def test_half_cheetah_loads_silently():
+    assert MujocoBatchEnv("HalfCheetah-v5").reset()["observation"].shape == (1, 17)
+
+
+# Tasks
+
+
+class Broken(Slider):
+    """Returns something else from one of its functions."""
+
+    def __init__(self, name, value) -> None:
+        super().__init__()
+        setattr(self, name, lambda *args: value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("observation", np.zeros(1), r"Broken.observation must .* \[n, k\].* got \(1,\)"),
+        (
+            "observation",
+            (np.zeros((1, 1)), np.zeros((3, 1))),
+            r"observation must .* got \([13], 1\)",
+        ),
+        ("observation", [[0.0]], "observation must return numpy arrays"),
+        ("reward", 0.0, r"Broken.reward must return an array of shape \[n\].* got \(\)"),
+        ("reward", np.zeros((1, 1)), r"reward must .* got \(1, 1\)"),
+        ("reward", None, r"reward must"),
+        ("terminated", np.zeros((1, 1), bool), r"Broken.terminated must return booleans of shape"),
+        ("terminated", np.zeros(1), r"terminated must return booleans"),
+        ("terminated", False, "terminated must return booleans"),
+        ("snapshot", np.zeros(1), r"Broken.snapshot must .* \[n, k\].* got \(1,\)"),
+        ("snapshot", np.zeros((3, 1)), r"snapshot must .* got \(3, 1\)"),
+    ],
+)
+def test_shapes_of_what_a_task_returns(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        MujocoBatchEnv(Broken(name, value))
+
+
+@pytest.mark.parametrize("name", ["observation", "reward", "terminated", "snapshot"])
+def test_shapes_of_what_a_task_returns_for_one_row_where_there_are_more(name):
+    """What is right by chance for one row: the first row's, for all."""
+    value = np.zeros(1, bool) if name == "terminated" else np.zeros((1, 1))
+    task = Broken(name, value[:, 0] if name == "reward" else value)
+    with pytest.raises(ValueError, match=f"Broken.{name} must"):
+        MujocoBatchEnv(task, 3)
+
+
+def test_initial_states_of_the_wrong_shape():
+    task = Slider()
+    task.initial_state = lambda sims, rng: (np.zeros((len(sims), 2)), np.zeros((len(sims), 1)))
+    with pytest.raises(ValueError, match="shape"):
+        MujocoBatchEnv(task, 3).reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e39])
+def test_initial_observations_that_are_not_finite(dtype, value):
+    if value == 1e39 and dtype == torch.float64:
+        pytest.skip("a number like any other")
+    task = Slider()
+    task.observation = lambda sims: np.where(np.abs(sims.qpos) > 0.5, value, sims.qpos)
+    env = MujocoBatchEnv(task, 3, dtype=dtype)
+    env.reset_to([[0.1], [0.2], [0.3]], [0.0])
+    with pytest.raises(FloatingPointError, match=r"not finite in the rows \[0, 2\]"):
+        env.reset_to([[0.7], [0.2], [0.8]], [0.0])
+
+
+# Actions
+
+
+@pytest.mark.parametrize("driver", DRIVER_NAMES)
+@pytest.mark.parametrize("values", [[np.nan], [np.inf], [np.inf, -np.inf], [-np.inf, np.nan]])
+def test_actions_that_are_not_finite(driver, values):
+    env = MujocoBatchEnv("Hopper-v5", 4, seed=0, driver=driver, num_threads=2)
+    _, tensordict = play(env, 3)
+    before = env.get_state()
+    action = torch.zeros(4, 3)
+    rows = [1, 3][: len(values)]
+    action[rows, 1] = torch.tensor(values)
+    with pytest.raises(
+        ValueError, match=f"not finite in {len(rows)} of 4 rows: {str(rows)[1:-1]}\\. N"
+    ):
+        act(env, tensordict, action)
+    assert_same(env.get_state(), before)
+    assert env.num_unstable.sum() == 0
+    assert act(env, tensordict, 0.0)["next"].isfinite().all()
+
+
+def test_the_largest_actions_are_finite():
+    env = MujocoBatchEnv(Slider(), 3, seed=0)
+    clamped = act(env, env.reset_to([0.0], [0.0]), 1.0)["next", "observation"]
+    assert torch.equal(act(env, env.reset_to([0.0], [0.0]), 1e9)["next", "observation"], clamped)
+    assert act(env, env.reset(), 3.4e38)["next"].isfinite().all()  # MuJoCo warns above 1e10
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (torch.zeros(4, 2), r"shape \(4, 2\) and dtype torch.float32; needed are \(4, 3\)"),
+        (torch.zeros(4, 3, 1), r"shape \(4, 3, 1\)"),
+        (torch.zeros(4), r"shape \(4,\)"),
+        (torch.zeros(4, 3, dtype=torch.float64), "dtype torch.float64; needed .* torch.float32"),
+        (torch.zeros(4, 3, dtype=torch.int64), "dtype torch.int64"),
+    ],
+)
+def test_actions_that_do_not_fit(action, message):
+    env = MujocoBatchEnv("Hopper-v5", 4, seed=0)
+    tensordict = env.reset()
+    before = env.get_state()
+    with pytest.raises(ValueError, match=message):
+        env.step(tensordict.set("action", action))
+    assert_same(env.get_state(), before)
+
+
+def test_a_step_without_an_action():
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    tensordict = env.reset()
+    with pytest.raises((KeyError, ValueError), match="action"):
+        env.step(tensordict)
+
+
+# Divergence
+
+STIFF = {"timestep": 0.2, "stiffness": 1e3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("driver", DRIVER_NAMES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_spring_that_is_too_stiff_for_the_step(driver, num_threads, dtype):
+    """The further from the origin, the sooner; two rows stay at the origin."""
+
+    def run(starts):
+        env = MujocoBatchEnv(
+            Slider(**STIFF), 4, seed=0, driver=driver, num_threads=num_threads, dtype=dtype
+        )
+        tensordict, data = env.reset_to(starts, [0.0]), []
+        for _ in range(10):
+            stepped, tensordict = env.step_and_maybe_reset(
+                tensordict.set("action", torch.zeros(4, 1))
+            )
+            data.append(stepped.clone())
+        return env, torch.stack(data, 1)["next"]
+
+    env, data = run([[1.0], [1e-12], [1e-3], [-1e-12]])
+    unstable = data["unstable"][..., 0]
+    assert data.isfinite().all()
+    first = unstable.int().argmax(1)
+    assert 0 < first[0] < first[2] < 9
+    assert unstable.any(1).tolist() == [True, False, True, False]
+    # It ends the episode, which nothing else does here, and is counted.
+    assert torch.equal(data["terminated"], data["unstable"])
+    assert torch.equal(data["done"], data["unstable"])
+    assert not data["truncated"].any()
+    assert env.num_unstable.tolist() == unstable.sum(1).tolist()
+    assert (data["reward"][unstable] == 0).all()
+    for row in (0, 2):
+        last = data["observation"][row, first[row] - 1]
+        assert torch.equal(data["observation"][row, first[row]], last)
+        assert last.abs().max() > 1e3
+        # Then a new episode begins.
+        following = data["observation"][row, first[row] + 1]
+        assert following[0].abs() < 50
+    # The others do not notice.
+    other_env, other = run([[0.0], [1e-12], [0.0], [-1e-12]])
+    assert not other["unstable"].any()
+    assert other_env.num_unstable.tolist() == [0] * 4
+    assert_same(data[[1, 3]], other[[1, 3]])
+    assert other["observation"][1].abs().max() > 0
+
+
+@pytest.mark.parametrize("driver", DRIVER_NAMES)
+@pytest.mark.parametrize("name", ["Hopper-v5", "Ant-v5"])
+@pytest.mark.parametrize(("field", "value"), [("qvel", np.nan), ("qpos", np.inf), ("qvel", 1e12)])
+def test_a_poisoned_row(name, driver, field, value):
+    """NaNs and infinities do not reach other rows, nor the next episode of their own."""
+    env = MujocoBatchEnv(name, 4, seed=0, driver=driver, num_threads=2)
+    _, tensordict = play(env, 3)
+    twin = copy.deepcopy(env)
+    env._driver.bind(field)[2, 0] = value
+    poisoned, after = play(env, 8, tensordict, seed=1)
+    sound, _ = play(twin, 8, tensordict, seed=1)
+    first = poisoned["next"][:, 0]
+    assert first["unstable"].flatten().tolist() == [False, False, True, False]
+    assert first["terminated"][2]
+    assert first["done"][2]
+    assert first["reward"][2] == 0
+    assert torch.equal(first["observation"][2], tensordict["observation"][2])
+    assert env.num_unstable.tolist() == [0, 0, 1, 0]
+    assert poisoned.isfinite().all()
+    assert after.isfinite().all()
+    assert not poisoned["next", "unstable"][:, 1:].any()
+    others = [0, 1, 3]
+    assert_same(poisoned[others], sound[others])
+    # What a checkpoint would hold is sound as well.
+    for key, entry in env.get_state().items(True, True):
+        assert entry.isfinite().all(), key
+
+
+@pytest.mark.parametrize("driver", DRIVER_NAMES)
+def test_going_on_without_a_reset(driver):
+    """The episode is over; whoever steps on regardless starts from the default state."""
+    env = MujocoBatchEnv(Slider(), 2, seed=0, driver=driver)
+    env.reset()
+    env._driver.bind("qvel")[1] = np.nan
+    following = act(env, TensorDict({}, [2]), 0.0)["next"]
+    assert following["unstable"].flatten().tolist() == [False, True]
+    assert env.get_state([1])["physics"].isfinite().all()
+    following = act(env, following, 0.0)["next"]
+    assert following["unstable"].flatten().tolist() == [False, False]
+    assert following["observation"][1].tolist() == [0.0, 0.0]
+    assert following["reward"][1] == 0.0
+
+
+class Unsound(Slider):
+    """Returns ``value`` where the position is above 0.5."""
+
+    def __init__(self, where, value, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.where, self.value = where, value
+
+    def _spoil(self, where, sims, array):
+        bad = sims.qpos[:, 0] > 0.5
+        spoilt = bad & (where == self.where) & (sims.time > 0.015)
+        return np.where(spoilt.reshape(-1, *[1] * (array.ndim - 1)), self.value, array)
+
+    def observation(self, sims):
+        return sims.qpos, self._spoil("observation", sims, sims.qvel)
+
+    def snapshot(self, sims):
+        return self._spoil("snapshot", sims, sims.qpos)
+
+    def reward(self, sims, action, before, after):
+        return self._spoil("reward", sims, (after - before)[:, 0])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e39, -1e300])
+@pytest.mark.parametrize("where", ["observation", "reward", "snapshot"])
+def test_what_is_not_finite_though_mujoco_is_content(where, value):
+    """Also what is too large for float32."""
+
+    def make(where, dtype=torch.float32):
+        env = MujocoBatchEnv(Unsound(where, value), 4, seed=0, dtype=dtype)
+        return env, env.reset_to([[0.1], [0.7], [-0.2], [0.9]], [0.0])
+
+    env, tensordict = make(where)
+    first = act(env, tensordict, 0.5)["next"]
+    assert not first["unstable"].any()
+    second = act(env, first, 0.5)["next"]
+    assert second["unstable"].flatten().tolist() == [False, True, False, True]
+    assert second.isfinite().all()
+    assert torch.equal(second["observation"][[1, 3]], first["observation"][[1, 3]])
+    assert second["reward"][[1, 3]].tolist() == [[0.0], [0.0]]
+    assert env.num_unstable.tolist() == [0, 1, 0, 1]
+    for entry in env.get_state().values(True, True):
+        assert entry.isfinite().all()
+    reset = env.reset(second.select("done").rename_key_("done", "_reset"))
+    assert reset.isfinite().all()
+    sound, tensordict = make("nowhere")
+    expected = act(sound, act(sound, tensordict, 0.5)["next"], 0.5)["next"]
+    assert_same(second[[0, 2]], expected[[0, 2]])
+    if abs(value) in (1e39, 1e300):  # in float64 that is a number
+        double, tensordict = make(where, torch.float64)
+        following = act(double, act(double, tensordict, 0.5)["next"], 0.5)["next"]
+        assert not following["unstable"].any()
+
+
+def test_large_finite_observations_are_not_unstable():
+    """Though their sum overflows."""
+    task = Slider()
+    task.observation = lambda sims: np.full((len(sims), 5), 3e38)
+    env = MujocoBatchEnv(task, 3)
+    assert not act(env, env.reset(), 0.0)["next", "unstable"].any()
+
+
+def test_division_by_zero_in_a_task():
+    task = Slider()
+    task.reward = lambda sims, *args: 1.0 / np.where(sims.qpos[:, 0] > 0.5, 0.0, 1.0)
+    env = MujocoBatchEnv(task, 2)
+    following = act(env, env.reset_to([[0.1], [0.7]], [0.0]), 0.0)["next"]
+    assert following["unstable"].flatten().tolist() == [False, True]
+
+
+@pytest.fixture(scope="module")
+def cramped():
+    """Where the boxes fall on the floor, MuJoCo runs out of memory: an error."""
+
+    def fall(model, data):
+        mujoco.mj_step(model, data)
+        data.qpos[::2] = -0.951
+        mujoco.mj_step(model, data)
+
+    model = with_memory(boxes(1.0), fall).get("error")
+    if model is None:
+        pytest.skip("this MuJoCo never runs out of memory")
+    return model
+
+
+@pytest.mark.parametrize("driver", DRIVER_NAMES)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_errors_of_mujoco_end_the_episode(cramped, driver, num_threads):
+    task = Slider(model=cramped, limit=1e9)
+    task.initial_state = lambda sims, rng: (sims.qpos, sims.qvel)
+    env = MujocoBatchEnv(task, 4, seed=0, driver=driver, num_threads=num_threads)
+    tensordict = env.reset()
+    for _ in range(60):  # nothing is left behind that would fill the memory up
+        env._driver.bind("qpos")[2, ::2] = -0.951
+        following = act(env, tensordict, 0.0)["next"]
+        assert following["unstable"].flatten().tolist() == [False, False, True, False]
+        env.reset(following.select("done").rename_key_("done", "_reset"))
+        assert not act(env, tensordict, 0.0)["next", "unstable"].any()
+        env.reset()
+    assert env.num_unstable.tolist() == [0, 0, 60, 0]
+
+
+# What MuJoCo has to say
+
+
+def test_the_users_own_handler_stays_and_is_called():
+    messages: list[str] = []
+    handler = messages.append
+    mujoco.set_mju_user_warning(handler)
+    try:
+        env = MujocoBatchEnv(Slider(**STIFF), 2, seed=0, num_threads=2)
+        play(env, 10)
+        assert env.num_unstable.sum() > 0
+        assert mujoco.get_mju_user_warning() is handler
+        assert any("unstable" in message for message in messages)
+        env.close()
+        assert mujoco.get_mju_user_warning() is handler
+    finally:
+        mujoco.set_mju_user_warning(None)
+
+
+def test_without_a_handler_there_is_none_afterwards():
+    assert mujoco.get_mju_user_warning() is None
+    env = MujocoBatchEnv(Slider(**STIFF), 2, seed=0)
+    play(env, 10)
+    assert mujoco.get_mju_user_warning() is None
+
+
+def test_two_python_threads_are_silent_too():
+    """One environment must not take the handler away while another one is stepping."""
+    wild = MujocoBatchEnv(Slider(frame_skip=50, **STIFF), 64, seed=0, num_threads=1)
+    tame = MujocoBatchEnv(Slider(), 1, seed=0, num_threads=1)
+    stop = threading.Event()
+
+    def step_until_told():
+        tensordict = tame.reset()
+        while not stop.is_set():
+            act(tame, tensordict, 0.0)
+
+    thread = threading.Thread(target=step_until_told)
+    thread.start()
+    try:
+        play(wild, 60)
+    finally:
+        stop.set()
+        thread.join(60)
+    assert wild.num_unstable.sum() > 0
+    assert mujoco.get_mju_user_warning() is None
+
+
+def test_environments_that_could_not_be_made_are_collected_silently():
+    for kwargs in ({"task": "Hoper-v5"}, {"xml_file": "./none.xml"}, {"num_envs": 0}):
+        with pytest.raises((ValueError, FileNotFoundError)):
+            MujocoBatchEnv(**{"task": "Hopper-v5", **kwargs})
+    gc.collect()
+
+
+def test_a_factory_that_makes_no_task():
+    register_task("TestNoTask-v0", lambda: 3)
+    with pytest.raises(TypeError, match="TestNoTask-v0.*MujocoTask"):
+        MujocoBatchEnv("TestNoTask-v0")
