@@ -132,13 +132,15 @@ def bench_task(task: str, args: argparse.Namespace, samples: Samples) -> None:
                 stack.callback(contender.close)
                 contenders.append(contender)
 
-        for num_envs in sorted({min(n, args.rival_envs) for n in args.num_envs}):
-            add(make_rivals(task, num_envs, settings, rng))
+        if args.rival_envs:
+            for num_envs in sorted({min(n, args.rival_envs) for n in args.num_envs}):
+                add(make_rivals(task, num_envs, settings, rng))
         for num_envs in args.num_envs:
             env = MujocoBatchEnv(task, num_envs, num_threads=args.threads, seed=0)
             stack.callback(env.close)
             add(make_replays(env, settings, rng))
-            add(make_envpool(task, num_envs, settings, rng))
+            if args.rival_envs:
+                add(make_envpool(task, num_envs, settings, rng))
         take_turns(task, contenders, args.repetitions, samples)
 
 
@@ -293,7 +295,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tasks", [*tasks, "InvertedPendulum-v5"], "tasks; none, no speeds", nargs="*")
     add("--num-envs", [64, 256, 1024], "batch sizes", nargs="+", type=int)
     add("--threads", available_cpus(), "threads of the physics", type=int)
-    add("--rival-envs", 64, "environments of Gymnasium, at most", type=int)
+    add("--rival-envs", 64, "environments of Gymnasium, at most; 0, no rivals", type=int)
     add("--repetitions", 5, "repetitions", type=int)
     add("--seconds", 1.0, "length of a repetition, about", type=float)
     add("--burn-in", 100, "steps before anything is measured", type=int)
@@ -323,7 +325,9 @@ def parse_args() -> argparse.Namespace:
     for task in args.tasks:
         if task not in registered_tasks():
             parser.error(f"--tasks: {task!r} is not one of {registered_tasks()}")
-    for name in ("num_envs", "threads", "rival_envs", "repetitions", "seconds", "burn_in"):
+    if args.rival_envs < 0:
+        parser.error(f"--rival-envs must not be negative, got {args.rival_envs}")
+    for name in ("num_envs", "threads", "repetitions", "seconds", "burn_in"):
         given = getattr(args, name)
         if min(given if isinstance(given, list) else [given]) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {given}")
