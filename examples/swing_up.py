@@ -16,7 +16,14 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from torchrl_trudi.envs import ModelRandomization, MujocoBatchEnv, MujocoTask, register_task
+from torchrl_trudi.envs import (
+    ModelRandomization,
+    MujocoBatchEnv,
+    MujocoTask,
+    RowGenerators,
+    Simulations,
+    register_task,
+)
 
 MODEL = """
 <mujoco>
@@ -61,16 +68,16 @@ class SwingUp(MujocoTask):
             camera={"distance": 4.0, "azimuth": 90.0, "elevation": -10.0},
         )
 
-    def initial_state(self, sims: Any, rng: Any) -> tuple[np.ndarray, np.ndarray]:
+    def initial_state(self, sims: Simulations, rng: RowGenerators) -> tuple[np.ndarray, np.ndarray]:
         qpos = rng.uniform(-0.1, 0.1, 2)
         qpos[:, 1] += math.pi  # the pole hangs
         return qpos, rng.uniform(-0.05, 0.05, 2)
 
-    def observation(self, sims: Any) -> list[np.ndarray]:
+    def observation(self, sims: Simulations) -> list[np.ndarray]:
         cart, angle = sims.qpos[:, :1], sims.qpos[:, 1:]
         return [cart, np.cos(angle), np.sin(angle), sims.qvel]
 
-    def reward(self, sims: Any, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
+    def reward(self, sims: Simulations, action: np.ndarray, before: Any, after: Any) -> np.ndarray:
         upright = 0.5 * (1.0 + np.cos(sims.qpos[:, 1]))
         centred = 1.0 - 0.25 * np.abs(sims.qpos[:, 0])
         return upright * centred - 0.01 * np.square(sims.ctrl[:, 0])

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gymnasium
 import torch
 from tensordict import NestedKey, unravel_key
 from torchrl.envs import (
@@ -173,6 +174,11 @@ def make_env(
                 f"vectorization={vectorization!r} belongs to backend='gymnasium'; the simulations "
                 "of 'mujoco' share this process, on num_threads threads."
             )
+        decided = sorted({"dtype", "driver"}.intersection(env_kwargs))
+        if decided:
+            raise TypeError(
+                f"make_env does not accept {decided}; MujocoBatchEnv({name!r}, ...) does."
+            )
         base_env = MujocoBatchEnv(
             import_task(name),
             num_envs,
@@ -186,7 +192,8 @@ def make_env(
     else:
         if num_threads is not None or randomization:
             raise ValueError(
-                "num_threads and randomization belong to backend='mujoco'; this is 'gymnasium'."
+                f"num_threads and randomization belong to backend='mujoco'; {name} runs with "
+                "'gymnasium'."
             )
         base_env = make_gymnasium_env(
             name,
@@ -258,10 +265,10 @@ def _choose_backend(
         reason = "it is not one of its tasks"
     else:
         given = _GYMNASIUM_OPTIONS.intersection(env_kwargs)
-        if not given:
+        if not given or import_task(name) not in gymnasium.registry:
             return "mujoco"
         reason = f"it has no option {min(given)!r}"
-    # By default Python shows a warning once for each text and place.
+    # Said once: Python does not repeat a warning of the same text from the same place.
     warnings.warn(
         f"{name} runs as vectorised Gymnasium, not as a MujocoBatchEnv: {reason}. "
         "backend='gymnasium' asks for that.",

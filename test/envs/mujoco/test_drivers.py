@@ -128,7 +128,7 @@ def test_equal_to_plain_mujoco(name, num_threads, scene):
         assert_equal(driver, plain, fields)
         contacts += driver.bind("ncon").sum()
         if t % 13 == 7:
-            ids = rng.permutation(NUM_SIMS)[:2]  # in no particular order
+            ids = np.array([(t + 2) % NUM_SIMS, t % NUM_SIMS])  # in no particular order
             driver.reset(ids)
             plain.reset(ids)
             assert_equal(driver, plain, STATE_FIELDS)
@@ -160,6 +160,17 @@ def test_external_forces_of_contacts_and_of_the_user(name, without_equality):
         zero |= {(i, bool(force.any())) for i, force in enumerate(driver.bind("cfrc_ext"))}
     assert len(zero) == 2 * NUM_SIMS  # each row was zero at a time, and not at another
     driver.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_external_forces_of_an_equality_constraint(name, scene):
+    """Without any contact."""
+    driver, plain = start(name, scene, ["cfrc_ext"])
+    for each in (driver, plain):
+        each.step(3)
+    assert_equal(driver, plain, ["cfrc_ext", "ncon"])
+    assert (driver.bind("ncon") == 0).all()
+    assert driver.bind("cfrc_ext").any()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,6 +6,7 @@ import abc
 import copy
 import ctypes
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,6 +28,24 @@ POST_CONSTRAINT_FIELDS = ("cacc", "cfrc_int", "cfrc_ext")
 
 # What the future of a simulation depends on.
 _STATE = mujoco.mjtState.mjSTATE_INTEGRATION
+
+# The fields of MjData that are parts of the state.
+_STATE_COMPONENTS = {
+    "time": mujoco.mjtState.mjSTATE_TIME,
+    "qpos": mujoco.mjtState.mjSTATE_QPOS,
+    "qvel": mujoco.mjtState.mjSTATE_QVEL,
+    "act": mujoco.mjtState.mjSTATE_ACT,
+    "qacc_warmstart": mujoco.mjtState.mjSTATE_WARMSTART,
+    "ctrl": mujoco.mjtState.mjSTATE_CTRL,
+    "qfrc_applied": mujoco.mjtState.mjSTATE_QFRC_APPLIED,
+    "xfrc_applied": mujoco.mjtState.mjSTATE_XFRC_APPLIED,
+    "mocap_pos": mujoco.mjtState.mjSTATE_MOCAP_POS,
+    "mocap_quat": mujoco.mjtState.mjSTATE_MOCAP_QUAT,
+    "userdata": mujoco.mjtState.mjSTATE_USERDATA,
+}
+
+
+STATE_FIELDS = frozenset(_STATE_COMPONENTS)
 
 
 def default_num_threads() -> int:
@@ -66,6 +85,7 @@ class PhysicsDriver(abc.ABC):
         post_constraint: Sequence[str] = (),
     ) -> None:
         self.model, self.num_sims = model, num_sims
+        self._sealed = False
         self.num_threads = min(num_threads, num_sims)
         self._expanded: dict[str, np.ndarray] = {}
         data = mujoco.MjData(model)
@@ -95,8 +115,17 @@ class PhysicsDriver(abc.ABC):
         if array is None:
             if name in POST_CONSTRAINT_FIELDS:
                 raise AttributeError(f"{name!r} is not computed by this driver.")
+            if self._sealed and name not in STATE_FIELDS:
+                raise AttributeError(
+                    f"{name!r} was not read when the environment was made, and would be zero until "
+                    "the next step: read it at every call, or in setup()."
+                )
             array = self._bound[name] = self._bind(name)
         return array
+
+    def seal(self) -> None:
+        """Refuses derived fields that are not bound yet: their numbers would be missing."""
+        self._sealed = True
 
     @abc.abstractmethod
     def _bind(self, name: str) -> np.ndarray: ...
@@ -122,6 +151,15 @@ class PhysicsDriver(abc.ABC):
         qpos0 = self._expanded.get("qpos0")
         if qpos0 is not None:
             self.bind("qpos")[ids] = qpos0[ids]
+        for field, part in (("body_pos", "mocap_pos"), ("body_quat", "mocap_quat")):
+            placed = self._expanded.get(field)
+            if placed is not None and self.model.nmocap:
+                mocap = self.model.body_mocapid
+                bodies = np.flatnonzero(mocap >= 0)
+                values = placed[ids][:, bodies]
+                if part == "mocap_quat":
+                    values = values / np.linalg.norm(values, axis=-1, keepdims=True)
+                self.bind(part)[ids[:, None], mocap[bodies]] = values
 
     @abc.abstractmethod
     def forward(self, ids: np.ndarray) -> None:
@@ -159,7 +197,13 @@ class PhysicsDriver(abc.ABC):
             numpy.ndarray: ``[num_sims, ...]`` if it was expanded, else ``[1, ...]``.
         """
         values = self._expanded.get(name)
-        return getattr(self.model, name)[None] if values is None else values
+        if values is None:
+            values = self._derived(name)
+        return np.asarray(model_field(self.model, name))[None] if values is None else values
+
+    @abc.abstractmethod
+    def _derived(self, name: str) -> np.ndarray | None:
+        """The values ``[num_sims, ...]`` of a field that follows from expanded ones."""
 
     @abc.abstractmethod
     def set_const(self, ids: np.ndarray) -> None:
@@ -189,17 +233,34 @@ class PhysicsDriver(abc.ABC):
     def close(self) -> None:
         """Ends the threads and lets go of the memory."""
 
-    def abandon(self) -> None:  # noqa: B027 (a driver without such threads has nothing to do)
-        """Gives the driver up in a process that was forked from the one that made it.
 
-        Its threads do not exist here, so that ending them would wait for ever.
-        """
+_alive: weakref.WeakSet[BatchDriver] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    """In a process that was forked from the one that made the drivers.
+
+    Their threads do not exist here, so that ending them, as the destructor of a batch does, would
+    wait for ever. One reference too many, and it never runs.
+    """
+    for driver in list(_alive):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(driver._batch._b))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class BatchDriver(PhysicsDriver):
     """:class:`mujoco.batch.Batch`: threads of C++, no Python between the simulations."""
 
-    def __init__(self, model, num_sims, num_threads, post_constraint=()) -> None:
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        num_sims: int,
+        num_threads: int,
+        post_constraint: Sequence[str] = (),
+    ) -> None:
         super().__init__(model, num_sims, num_threads, post_constraint)
         # mj_rnePostConstraint needs the whole MjData of the last stage, which only a persistent
         # batch keeps, one per simulation.
@@ -207,6 +268,7 @@ class BatchDriver(PhysicsDriver):
             self._batch = mujoco_batch.Batch(
                 model, num_sims, self.num_threads, persistent=bool(post_constraint)
             )
+        _alive.add(self)
         self.state = self._batch.state
         self.warnings = self._batch.warning[..., 1]
         if post_constraint:
@@ -282,11 +344,13 @@ class BatchDriver(PhysicsDriver):
     def get_model(self, sim: int, model: mujoco.MjModel) -> None:
         self._batch.get_model(sim, model)
 
-    def abandon(self) -> None:
-        # The destructor of the batch joins its threads. One reference too many, and it never runs.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._batch._b))
+    def _derived(self, name: str) -> np.ndarray | None:
+        if not self._expanded or name not in mujoco_batch.MODEL_FIELDS:
+            return None
+        return self._batch.expanded(name)
 
     def close(self) -> None:
+        _alive.discard(self)
         # The arrays keep the memory of the batch alive, so all of them have to go.
         self.__dict__ = {"num_sims": self.num_sims, "model": self.model}
 
@@ -297,7 +361,13 @@ class ThreadDriver(PhysicsDriver):
     For MuJoCo before 3.17, and to check the other driver against.
     """
 
-    def __init__(self, model, num_sims, num_threads, post_constraint=()) -> None:
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        num_sims: int,
+        num_threads: int,
+        post_constraint: Sequence[str] = (),
+    ) -> None:
         super().__init__(model, num_sims, num_threads, post_constraint)
         self._datas = [mujoco.MjData(model) for _ in range(num_sims)]
         self._models = [model] * num_sims
@@ -315,7 +385,9 @@ class ThreadDriver(PhysicsDriver):
             array = self.state[:, start : start + size]
             shape = np.asarray(template).shape
             array = array[:, 0] if name == "time" else array.reshape(-1, *shape)
-        elif isinstance(template, np.ndarray) or type(template) is int:
+        elif type(template) is int or (
+            isinstance(template, np.ndarray) and not name.startswith(_ARENA_PREFIXES)
+        ):
             array = np.zeros((self.num_sims, *np.shape(template)), np.asarray(template).dtype)
             self._outputs.append(name)
         else:
@@ -384,7 +456,9 @@ class ThreadDriver(PhysicsDriver):
 
     def expand(self, name: str) -> np.ndarray:
         if name not in self._expanded:
-            values = _model_field(self.model, name)
+            values = model_field(self.model, name)
+            if isinstance(values, float):
+                values = np.asarray(values)
             if not isinstance(values, np.ndarray):
                 raise ValueError(f"{name!r} is not a field of MjModel.")
             self._expanded[name] = np.repeat(values[None], self.num_sims, 0)
@@ -398,7 +472,10 @@ class ThreadDriver(PhysicsDriver):
         with silent_physics():
             for sim in ids.tolist():
                 for name, array in self._expanded.items():
-                    _model_field(self._models[sim], name)[...] = array[sim]
+                    if array.ndim == 1:
+                        setattr(self._models[sim].opt, name[4:], float(array[sim]))
+                    else:
+                        model_field(self._models[sim], name)[...] = array[sim]
                 try:
                     mujoco.mj_setConst(self._models[sim], scratch)
                 except mujoco.FatalError as err:
@@ -406,29 +483,28 @@ class ThreadDriver(PhysicsDriver):
         self._raise(errors)
 
     def get_model(self, sim: int, model: mujoco.MjModel) -> None:
+        source = self._models[sim]
         for name in self._expanded:
-            _model_field(model, name)[...] = _model_field(self._models[sim], name)
+            if not name.startswith("opt."):
+                getattr(model, name)[...] = getattr(source, name)
+            elif isinstance(getattr(model.opt, name[4:]), np.ndarray):
+                getattr(model.opt, name[4:])[...] = getattr(source.opt, name[4:])
+            else:
+                setattr(model.opt, name[4:], getattr(source.opt, name[4:]))
+        if self._expanded:
+            with silent_physics():
+                mujoco.mj_setConst(model, mujoco.MjData(model))
+
+    def _derived(self, name: str) -> np.ndarray | None:
+        if not self._expanded:
+            return None
+        values = np.stack([np.asarray(model_field(model, name)) for model in self._models])
+        return None if (values == values[:1]).all() else values
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
         self.__dict__ = {"num_sims": self.num_sims, "model": self.model}
-
-
-# The fields of MjData that are parts of the state.
-_STATE_COMPONENTS = {
-    "time": mujoco.mjtState.mjSTATE_TIME,
-    "qpos": mujoco.mjtState.mjSTATE_QPOS,
-    "qvel": mujoco.mjtState.mjSTATE_QVEL,
-    "act": mujoco.mjtState.mjSTATE_ACT,
-    "qacc_warmstart": mujoco.mjtState.mjSTATE_WARMSTART,
-    "ctrl": mujoco.mjtState.mjSTATE_CTRL,
-    "qfrc_applied": mujoco.mjtState.mjSTATE_QFRC_APPLIED,
-    "xfrc_applied": mujoco.mjtState.mjSTATE_XFRC_APPLIED,
-    "mocap_pos": mujoco.mjtState.mjSTATE_MOCAP_POS,
-    "mocap_quat": mujoco.mjtState.mjSTATE_MOCAP_QUAT,
-    "userdata": mujoco.mjtState.mjSTATE_USERDATA,
-}
 
 
 def _state_slice(model: mujoco.MjModel, component: mujoco.mjtState) -> tuple[int, int]:
@@ -441,7 +517,12 @@ def _state_slice(model: mujoco.MjModel, component: mujoco.mjtState) -> tuple[int
     return start, mujoco.mj_stateSize(model, int(component))
 
 
-def _model_field(model: mujoco.MjModel, name: str) -> Any:
+# Arrays of MjData whose sizes change from step to step.
+_ARENA_PREFIXES = ("efc_", "iefc_", "contact", "island", "dof_island", "map_", "tree_island")
+
+
+def model_field(model: mujoco.MjModel, name: str) -> Any:
+    """A field of a model, or of its options."""
     holder, name = (model.opt, name[4:]) if name.startswith("opt.") else (model, name)
     return getattr(holder, name, None)
 

@@ -12,10 +12,11 @@ import torch
 class RowGenerators:
     """A generator for each of ``n`` rows, drawn from together.
 
-    Row ``i`` is ``numpy.random.Generator(PCG64(SeedSequence(seeds[i])))``, the generator of a
-    Gymnasium environment seeded with ``seeds[i]``: equal seeds give equal initial states, however
-    many environments there are and whichever is reset first. The methods are those of
-    :class:`numpy.random.Generator`, with a leading dimension for the rows.
+    Row ``i`` is ``numpy.random.default_rng(seeds[i])``, the generator of a Gymnasium environment
+    seeded with ``seeds[i]``: equal seeds give equal initial states, however many environments there
+    are and whichever is reset first. :meth:`uniform` and :meth:`standard_normal` are those of
+    :class:`numpy.random.Generator` with a leading dimension for the rows, and ``size`` an integer;
+    :meth:`each` reaches all others.
 
     Args:
         generators (Sequence[numpy.random.Generator]): the generators.
@@ -44,9 +45,7 @@ class RowGenerators:
         Returns:
             RowGenerators: the generators.
         """
-        return cls(
-            [np.random.Generator(np.random.PCG64(np.random.SeedSequence(int(s)))) for s in seeds]
-        )
+        return cls([np.random.default_rng(int(s)) for s in seeds])
 
     def __len__(self) -> int:
         return len(self._generators)

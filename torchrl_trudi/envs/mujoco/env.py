@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
 
+import mujoco
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,10 +15,11 @@ from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_trudi.envs._seeding import first_seed
-from torchrl_trudi.envs._validation import check_choice, check_int
+from torchrl_trudi.envs._validation import check_choice, check_int, import_task
 from torchrl_trudi.envs.mujoco._drivers import (
     DRIVERS,
     POST_CONSTRAINT_FIELDS,
+    STATE_FIELDS,
     default_num_threads,
     make_driver,
 )
@@ -49,7 +52,8 @@ class MujocoBatchEnv(EnvBase):
     before anything is stepped.
 
     Args:
-        task (str or MujocoTask): the name of a task, or a task.
+        task (str or MujocoTask): the name of a task (``"module:Task-v0"`` imports ``module``
+            first), or a task.
         num_envs (int, optional): number of environments. Defaults to ``1``.
 
     Keyword Args:
@@ -82,6 +86,8 @@ class MujocoBatchEnv(EnvBase):
             range.
         TypeError: if an argument is of the wrong type or not accepted by the task.
         FileNotFoundError: if the model's file does not exist.
+        FloatingPointError: by ``reset``, if the task's initial state, or its observation, is not
+            finite.
 
     Examples:
         >>> from torchrl_trudi.envs.mujoco import MujocoBatchEnv
@@ -123,7 +129,7 @@ class MujocoBatchEnv(EnvBase):
             raise ValueError(f"dtype={dtype!r} is not one of {list(_NUMPY_DTYPES)}.")
         check_choice("driver", driver, ["auto", *DRIVERS])
         if isinstance(task, str):
-            task = make_task(task, task_options)
+            task = make_task(import_task(task), task_options)
         elif not isinstance(task, MujocoTask):
             raise TypeError(
                 "task must be the name of a task or an instance of MujocoTask, got "
@@ -160,6 +166,12 @@ class MujocoBatchEnv(EnvBase):
 
     def _check_model(self) -> None:
         bounds = self.model.actuator_ctrlrange
+        sleep = getattr(mujoco.mjtEnableBit, "mjENBL_SLEEP", 0)
+        if self.model.opt.enableflags & int(sleep):
+            raise ValueError(
+                "the model enables sleep, whose bookkeeping is not part of MuJoCo's state: states "
+                'could not be restored. Disable it: <option><flag sleep="disable"/></option>.'
+            )
         if self.model.nu == 0:
             raise ValueError("the model has no actuators, so that there would be no action.")
         if not self.model.actuator_ctrllimited.all() or not (bounds[:, 0] < bounds[:, 1]).all():
@@ -176,14 +188,30 @@ class MujocoBatchEnv(EnvBase):
         sims: Any = Simulations(probe, task.frame_skip)
         observation = _as_parts(task.observation(sims))
         snapshot = task.snapshot(sims)
-        zeros = np.zeros((1, model.nu), np.float32)
-        self._check_shapes(
-            observation,
-            task.reward(sims, zeros, snapshot, snapshot),
-            task.terminated(sims),
-            snapshot,
-        )
-        self._fields = sorted(probe.fields)
+        name, n = type(task).__name__, len(sims)
+        if snapshot is not None and (np.ndim(snapshot) != 2 or len(snapshot) != n):
+            raise ValueError(
+                f"{name}.snapshot must return an array of shape [n, k], with n={n} here; got "
+                f"{np.shape(snapshot)}."
+            )
+        zeros = np.zeros((n, model.nu), np.float32)
+        with np.errstate(all="ignore"):
+            reward = task.reward(sims, zeros, snapshot, snapshot)
+        self._check_shapes(observation, reward, task.terminated(sims), n)
+        fields = probe.fields
+        probe.fields = set()
+        # With arrays of its own, so that the probe hears of those that were read before as well.
+        sims = Simulations(probe, task.frame_skip)
+        qpos, qvel = task.initial_state(sims, RowGenerators.from_seeds(range(n)))
+        for state, array, size in (("qpos", qpos, model.nq), ("qvel", qvel, model.nv)):
+            if np.shape(array) != (n, size):
+                raise ValueError(
+                    f"{name}.initial_state must return {state} of shape [n, {size}], with n={n} "
+                    f"here; got {np.shape(array)}."
+                )
+        # Whether what it reads has to be computed before it is called.
+        self._initial_state_reads_derived = bool(probe.fields.difference(STATE_FIELDS))
+        self._fields = sorted(fields | probe.fields)
         widths = [part.shape[1] for part in observation]
         ends = np.cumsum(widths).tolist()
         self._columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
@@ -199,31 +227,26 @@ class MujocoBatchEnv(EnvBase):
         observation: Sequence[np.ndarray],
         reward: Any,
         terminated: Any,
-        snapshot: Any,
+        n: int,
     ) -> None:
         name = type(self.task).__name__
         for part in observation:
-            if not isinstance(part, np.ndarray) or part.ndim != 2 or len(part) != 1:
+            if not isinstance(part, np.ndarray) or part.ndim != 2 or len(part) != n:
                 raise ValueError(
-                    f"{name}.observation must return numpy arrays of shape [n, k], with n=1 here; "
+                    f"{name}.observation must return numpy arrays of shape [n, k], with n={n} here; "
                     f"got {getattr(part, 'shape', part)!r}."
                 )
-        if np.shape(reward) != (1,):
+        if np.shape(reward) != (n,):
             raise ValueError(
-                f"{name}.reward must return an array of shape [n], with n=1 here; got "
+                f"{name}.reward must return an array of shape [n], with n={n} here; got "
                 f"{np.shape(reward)}."
             )
         if terminated is not None and (
-            np.shape(terminated) != (1,) or np.asarray(terminated).dtype != bool
+            np.shape(terminated) != (n,) or np.asarray(terminated).dtype != bool
         ):
             raise ValueError(
-                f"{name}.terminated must return booleans of shape [n], with n=1 here; got "
+                f"{name}.terminated must return booleans of shape [n], with n={n} here; got "
                 f"{np.asarray(terminated)!r}."
-            )
-        if snapshot is not None and (np.ndim(snapshot) != 2 or len(snapshot) != 1):
-            raise ValueError(
-                f"{name}.snapshot must return an array of shape [n, k], with n=1 here; got "
-                f"{np.shape(snapshot)}."
             )
 
     def _start(self) -> None:
@@ -240,6 +263,7 @@ class MujocoBatchEnv(EnvBase):
         self._driver = driver
         for field in self._fields:
             driver.bind(field)
+        driver.seal()
         self._ctrl = driver.bind("ctrl")
         self._sims = Simulations(driver, self.task.frame_skip)
         self._randomized = [
@@ -299,7 +323,9 @@ class MujocoBatchEnv(EnvBase):
             warned[failed] = True
 
         last, now = self._observations
-        with np.errstate(over="ignore", invalid="ignore"):  # of simulations that diverged
+        with np.errstate(
+            over="ignore", invalid="ignore", divide="ignore"
+        ):  # of simulations that diverged
             self._write_observation(now, sims)
             after = task.snapshot(sims)
             reward = np.array(task.reward(sims, action, before, after), now.dtype)
@@ -310,7 +336,9 @@ class MujocoBatchEnv(EnvBase):
         terminated, truncated, unstable = self._ended
         terminated[:] = False if ends is None else ends
         self._elapsed += 1
-        if self.max_episode_steps is not None:
+        if self.max_episode_steps is None:
+            truncated[:] = False
+        else:
             np.greater_equal(self._elapsed, self.max_episode_steps, out=truncated)
         unstable[:] = warned
         if before is not None:
@@ -330,7 +358,9 @@ class MujocoBatchEnv(EnvBase):
         return self._output(reward)
 
     def _read_action(self, tensordict: TensorDictBase) -> np.ndarray:
-        action = tensordict.get("action")
+        action = tensordict.get("action", None)
+        if action is None:
+            raise KeyError("the tensordict has no 'action'.")
         if action.shape != self._action_shape or action.dtype != torch.float32:
             raise ValueError(
                 f"the action has the shape {tuple(action.shape)} and dtype {action.dtype}; needed "
@@ -338,7 +368,9 @@ class MujocoBatchEnv(EnvBase):
             )
         # Contiguous, because the order in which numpy sums a row follows its layout in memory.
         array = np.ascontiguousarray(action.detach().cpu().numpy())
-        if not np.isfinite(array.sum()):
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(array.sum())
+        if not finite:
             rows = np.flatnonzero(~np.isfinite(array).all(1))
             if len(rows):
                 shown = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
@@ -397,6 +429,8 @@ class MujocoBatchEnv(EnvBase):
     def _reset_rows(self, rows: np.ndarray) -> None:
         driver, rng = self._driver, self._rng[rows]
         driver.reset(rows)
+        if self._initial_state_reads_derived:
+            driver.forward(rows)
         sims = Simulations(driver, self.task.frame_skip, rows)
         qpos, qvel = self.task.initial_state(sims, rng)
         for draws, field in zip(self._draws, self._randomized, strict=True):
@@ -408,12 +442,24 @@ class MujocoBatchEnv(EnvBase):
     def _write_state(self, rows: np.ndarray, qpos: np.ndarray, qvel: np.ndarray) -> None:
         """Starts an episode in a state."""
         driver = self._driver
+        for name, array in (("qpos", qpos), ("qvel", qvel)):
+            # MuJoCo would put the default state in place of such numbers.
+            with np.errstate(invalid="ignore"):
+                bad = ~(np.abs(array) < mujoco.mjMAXVAL)
+            if bad.any():
+                where = rows[bad.any(1)].tolist() if bad.ndim == 2 else rows.tolist()
+                raise FloatingPointError(
+                    f"the initial {name} is not finite, or not below {mujoco.mjMAXVAL:g}, in the "
+                    f"rows {where}."
+                )
         driver.bind("qpos")[rows] = qpos
         driver.bind("qvel")[rows] = qvel
         driver.forward(rows)
         sims = Simulations(driver, self.task.frame_skip, rows)
         observation = np.empty((len(rows), self._observations[0].shape[1]), np.float64)
         self._write_observation(observation, sims)
+        with np.errstate(over="ignore"):
+            observation = observation.astype(_NUMPY_DTYPES[self.dtype])
         if not np.isfinite(observation).all():
             bad = rows[~np.isfinite(observation).all(1)]
             raise FloatingPointError(
@@ -439,6 +485,8 @@ class MujocoBatchEnv(EnvBase):
 
         Raises:
             ValueError: if a shape or a row is wrong, or a number is not finite.
+            FloatingPointError: if a number is too large for MuJoCo, or gives an observation that is
+                not finite.
         """
         self._check_running()
         index = self._row_index(rows)
@@ -545,7 +593,7 @@ class MujocoBatchEnv(EnvBase):
         Returns:
             dict: flat, of tensors.
         """
-        state = self.get_state().flatten_keys(".").to_dict()
+        state = self.get_state().flatten_keys("/").to_dict()
         return {**state, "num_unstable": self.num_unstable.clone()}
 
     def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
@@ -558,12 +606,14 @@ class MujocoBatchEnv(EnvBase):
             ValueError: if it is the state of another number of environments or of another task.
         """
         state = dict(state)
-        num_unstable = state.pop("num_unstable")
+        num_unstable = state.pop("num_unstable", None)
+        if num_unstable is None:
+            raise ValueError("the state has no 'num_unstable': it is not that of a MujocoBatchEnv.")
         if len(num_unstable) != self.num_envs:
             raise ValueError(
                 f"the state is that of {len(num_unstable)} environments; this has {self.num_envs}."
             )
-        batch = TensorDict(state, batch_size=[self.num_envs]).unflatten_keys(".")
+        batch = TensorDict(state, batch_size=[self.num_envs]).unflatten_keys("/")
         self.set_state(batch)
         self.num_unstable = num_unstable.clone()
 
@@ -635,10 +685,10 @@ class MujocoBatchEnv(EnvBase):
             raise RuntimeError("the environment is closed.")
         if self._pid != os.getpid():
             # Threads do not survive a fork: the child makes its own, and goes on from the state.
+            # A renderer does not either, and is kept, since it cannot be freed here.
             self._pid = os.getpid()
-            state = self.get_extra_state()
-            self._driver.abandon()
-            self._restart(state)
+            self.__dict__["_inherited_renderer"] = self._renderer
+            self._restart(self.get_extra_state())
 
     def _restart(self, state: dict[str, torch.Tensor]) -> None:
         self._start()
@@ -649,8 +699,10 @@ class MujocoBatchEnv(EnvBase):
         state["_saved"] = None if self._driver is None else self.get_extra_state()
         for name in ("_driver", "_randomized", "_renderer", "_rng"):
             state[name] = None
-        for name in ("_ctrl", "_sims"):
+        for name in ("_ctrl", "_sims", "_inherited_renderer"):
             state.pop(name, None)
+        for name in ("_observations", "_elapsed", "_ended", "_snapshot"):
+            state[name] = copy.deepcopy(state[name])
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -668,7 +720,7 @@ class MujocoBatchEnv(EnvBase):
             raise_if_closed (bool, optional): whether closing twice is an error. Defaults to
                 ``True``.
         """
-        if self._renderer is not None:
+        if self._renderer is not None and self._pid == os.getpid():
             self._renderer.close()
             self._renderer = None
         if self._driver is not None:
@@ -685,6 +737,11 @@ def _check_randomization(given: Sequence[ModelRandomization]) -> tuple[ModelRand
         if not isinstance(entry, ModelRandomization):
             raise TypeError(f"randomization must hold ModelRandomization, got {entry!r}.")
     fields = [entry.field for entry in given]
+    if "qpos0" in fields:
+        raise ValueError(
+            "qpos0 is what an episode's initial state starts from, and cannot be randomised: draw "
+            "the initial positions in the task's initial_state."
+        )
     if len(set(fields)) != len(fields):
         raise ValueError(
             f"a field can be randomised once; {fields} names one twice, and the second draw would "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import mujoco
 import numpy as np
@@ -39,6 +39,8 @@ class ModelRandomization:
     """Draws a field of the model anew for each environment at each of its resets.
 
     Uniform in ``[low, high)``, from the environment's own random stream after its initial state.
+    Constants that MuJoCo derives from a field follow (``mj_setConst``), other fields do not: scaling
+    ``body_mass`` leaves ``body_inertia`` as it is.
 
     Args:
         field (str): a field of ``MjModel`` (``"body_mass"``, ``"geom_friction"``,
@@ -79,6 +81,23 @@ class ModelRandomization:
     shared: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.field, str):
+            raise TypeError(f"field must be the name of a field of MjModel, got {self.field!r}.")
+        for name in ("low", "high"):
+            if isinstance(getattr(self, name), (str, bool)) or not np.isscalar(getattr(self, name)):
+                raise TypeError(
+                    f"{self.field}: {name} must be a number, got {getattr(self, name)!r}."
+                )
+        for name in ("names", "columns"):
+            given = getattr(self, name)
+            if given is not None:
+                if isinstance(given, str):
+                    raise TypeError(f"{self.field}: {name} must be a sequence, got {given!r}.")
+                # A tuple of Python's own types, so that the dataclass can be hashed.
+                given = tuple(x.item() if isinstance(x, np.generic) else x for x in given)
+                if len(set(given)) < len(given):
+                    raise ValueError(f"{self.field}: {name}={list(given)} repeats an entry.")
+                object.__setattr__(self, name, given)
         check_choice("operation", self.operation, ["scale", "add", "set"])
         if not (np.isfinite(self.low) and np.isfinite(self.high) and self.low <= self.high):
             raise ValueError(
@@ -109,22 +128,29 @@ class RandomizedField:
         if values.dtype.kind != "f":
             raise ValueError(f"{randomization.field} holds integers; it cannot be randomised.")
         self._nominal = values[0].copy()
-        index: tuple = (slice(None),)
+        shape = self._nominal.shape
+        # Along each dimension of the field, which indices change. The vectors among the options
+        # have columns and no objects.
+        axes = [np.arange(size) for size in shape]
         if randomization.names is not None:
-            index += (np.array(_rows(randomization.field, randomization.names, model)),)
-        elif self._nominal.ndim:
-            index += (np.arange(len(self._nominal)),)
+            axes[0] = np.array(_rows(randomization.field, randomization.names, model), int)
         if randomization.columns is not None:
-            width = self._nominal.shape[-1] if self._nominal.ndim == 2 else 1
-            columns = np.array(randomization.columns)
-            if self._nominal.ndim != 2 or not np.isin(columns, np.arange(width)).all():
+            columns = np.array(randomization.columns, int)
+            has_columns = len(shape) > 1 or (shape and randomization.field.startswith("opt."))
+            if not has_columns or not np.isin(columns, axes[-1]).all():
                 raise ValueError(
                     f"{randomization.field} has no columns {list(randomization.columns)}: its "
-                    f"shape is {self._nominal.shape}."
+                    f"shape is {shape}."
                 )
-            index = (index[0], index[1][:, None], columns)
-        self._index = index
-        self._shape = self._nominal[index[1:]].shape
+            axes[-1] = columns
+        if not all(map(len, axes)):
+            raise ValueError(
+                f"there is nothing to randomise of {randomization.field}, of shape {shape}, with "
+                f"names={_listed(randomization.names)} and "
+                f"columns={_listed(randomization.columns)}."
+            )
+        self._index: tuple[Any, ...] = (slice(None), *np.ix_(*axes))
+        self._shape = self._nominal[self._index[1:]].shape
         self.num_draws = 1 if randomization.shared else int(np.prod(self._shape))
 
     def sample(self, ids: np.ndarray, rng: RowGenerators) -> np.ndarray:
@@ -150,6 +176,10 @@ class RandomizedField:
         rows = ids.reshape(-1, *(1 for _ in self._shape))
         self._values[(rows, *self._index[1:])] = new
         return draws
+
+
+def _listed(given: Sequence | None) -> list | None:
+    return None if given is None else list(given)
 
 
 def _rows(field: str, names: Sequence[str | int], model: mujoco.MjModel) -> list[int]:

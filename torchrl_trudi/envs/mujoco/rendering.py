@@ -11,6 +11,10 @@ import numpy as np
 
 from torchrl_trudi.envs._validation import check_int, did_you_mean
 from torchrl_trudi.envs.mujoco._drivers import PhysicsDriver
+from torchrl_trudi.envs.mujoco._logging import silent_physics
+
+# Of this process: a second attempt after a failed one can abort it.
+_failures: list[str] = []
 
 
 class SimulationRenderer:
@@ -36,16 +40,19 @@ class SimulationRenderer:
         view.offwidth, view.offheight = max(view.offwidth, width), max(view.offheight, height)
         self._data = mujoco.MjData(self._model)
         self._free_camera = _free_camera(self._model, camera)
+        if _failures:
+            raise RuntimeError(_failures[0])
         try:
             self._renderer = mujoco.Renderer(self._model, height, width)
         except Exception as err:
             # What is raised depends on the backend: AttributeError, ImportError, RuntimeError.
-            raise RuntimeError(
+            _failures.append(
                 "MuJoCo cannot make an OpenGL context to render with. Without a display, set the "
                 "environment variable MUJOCO_GL to 'egl' or 'osmesa' before mujoco is imported, "
-                "and install that library (Debian: libegl1 and libgl1-mesa-dri, or libosmesa6). "
+                "and install that library (Debian: libegl1, libopengl0 and libgl1-mesa-dri, or libosmesa6). "
                 f"The error was: {type(err).__name__}: {err}"
-            ) from err
+            )
+            raise RuntimeError(_failures[0]) from err
 
     def render(self, driver: PhysicsDriver, index: int, camera: int | str | None) -> np.ndarray:
         """Renders a simulation.
@@ -64,7 +71,8 @@ class SimulationRenderer:
         """
         driver.get_model(index, self._model)
         driver.get_data(index, self._data)
-        mujoco.mj_forward(self._model, self._data)
+        with silent_physics():
+            mujoco.mj_forward(self._model, self._data)
         self._renderer.update_scene(self._data, self._find_camera(camera))
         return self._renderer.render()
 

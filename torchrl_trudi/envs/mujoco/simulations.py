@@ -7,12 +7,15 @@ from typing import Any
 import mujoco
 import numpy as np
 
+from torchrl_trudi.envs.mujoco._drivers import model_field
+from torchrl_trudi.envs.mujoco._logging import silent_physics
+
 
 class Simulations:
     """The fields of ``MjData``, one row per simulation.
 
     ``sims.qpos`` is ``[n, nq]``, ``sims.xpos`` ``[n, nbody, 3]``, and so on for every field of
-    ``MjData`` that has a fixed size, under its name and in float64. Arrays of the whole batch are
+    ``MjData`` that has a fixed size, under its name and in its type. Arrays of the whole batch are
     live and may only be read; at a reset the object holds the rows that are being reset, as
     copies.
 
@@ -68,13 +71,14 @@ class FieldProbe:
         fields (set of str): the fields that were bound.
     """
 
-    num_sims = 1
+    num_sims = 2
 
     def __init__(self, model: mujoco.MjModel) -> None:
         self.model = model
         self.fields: set[str] = set()
         self._data = mujoco.MjData(model)
-        mujoco.mj_forward(model, self._data)
+        with silent_physics():
+            mujoco.mj_forward(model, self._data)
 
     def bind(self, name: str) -> np.ndarray:
         """The field of the model's default state, ``[1, ...]``.
@@ -90,7 +94,7 @@ class FieldProbe:
         """
         value = getattr(self._data, name)
         self.fields.add(name)
-        return np.asarray(value)[None]
+        return np.repeat(np.asarray(value)[None], self.num_sims, 0)
 
     def model_field(self, name: str) -> np.ndarray:
         """The field of the model, ``[1, ...]``.
@@ -101,4 +105,4 @@ class FieldProbe:
         Returns:
             numpy.ndarray: the array.
         """
-        return getattr(self.model, name)[None]
+        return model_field(self.model, name)[None]

@@ -97,6 +97,7 @@ class MujocoTask(abc.ABC):
 
         Args:
             sims (Simulations): the rows that are being reset, in the default state of the model.
+                Fields of a randomised model are still those of the last episode.
             rng (RowGenerators): their random streams.
 
         Returns:
@@ -156,6 +157,7 @@ class MujocoTask(abc.ABC):
 
 TaskFactory = Callable[..., MujocoTask]
 _REGISTRY: dict[str, TaskFactory] = {}
+_DEFINITION = ("__module__", "__qualname__")
 
 
 def register_task(name: str, factory: TaskFactory) -> None:
@@ -182,7 +184,9 @@ def register_task(name: str, factory: TaskFactory) -> None:
         raise TypeError(f"the name of a task must be a string that is not empty, got {name!r}.")
     if not callable(factory):
         raise TypeError(f"the factory of a task must be callable, got {factory!r}.")
-    if _REGISTRY.get(name, factory) is not factory:
+    known = _REGISTRY.get(name, factory)
+    # The same definition, executed once more: a notebook's cell, or a reloaded module.
+    if any(getattr(known, a, None) != getattr(factory, a, None) for a in _DEFINITION):
         raise ValueError(f"there is another task {name!r} already: {_REGISTRY[name]!r}.")
     _REGISTRY[name] = factory
 
@@ -224,4 +228,7 @@ def make_task(name: str, options: Mapping[str, Any]) -> MujocoTask:
             f"the task {name!r} does not accept the argument {unknown[0]!r}; it accepts "
             f"{accepted}.{did_you_mean(unknown[0], accepted)}"
         )
-    return _REGISTRY[name](**options)
+    task = _REGISTRY[name](**options)
+    if not isinstance(task, MujocoTask):
+        raise TypeError(f"the factory of {name!r} must return a MujocoTask, got {task!r}.")
+    return task
