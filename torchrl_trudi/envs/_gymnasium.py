@@ -17,6 +17,7 @@ from torchrl.envs import GymWrapper
 
 from torchrl_trudi.envs._seeding import first_seed
 from torchrl_trudi.envs._validation import did_you_mean, import_task
+from torchrl_trudi.envs.mujoco import registered_tasks
 
 VECTORIZATIONS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 
@@ -108,7 +109,7 @@ def _find_spec(name: str) -> EnvSpec:
         raise ValueError(
             f"{task!r} is not a task that Gymnasium knows; names include the version "
             f"('Ant-v5'), and 'module:Task-v0' imports a module that registers it."
-            f"{did_you_mean(task, registry)}"
+            f"{did_you_mean(task, [*registry, *registered_tasks()])}"
         )
     return registry[task]
 

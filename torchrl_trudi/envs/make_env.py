@@ -261,11 +261,14 @@ def _choose_backend(
 ) -> str:
     if vectorization == "async":
         return "gymnasium"
-    if import_task(name) not in registered_tasks():
+    task = import_task(name)
+    if task not in registered_tasks() and task not in gymnasium.registry:
+        return "gymnasium"  # whose error says so
+    if task not in registered_tasks():
         reason = "it is not one of its tasks"
     else:
         given = _GYMNASIUM_OPTIONS.intersection(env_kwargs)
-        if not given or import_task(name) not in gymnasium.registry:
+        if not given or task not in gymnasium.registry:
             return "mujoco"
         reason = f"it has no option {min(given)!r}"
     # Said once: Python does not repeat a warning of the same text from the same place.

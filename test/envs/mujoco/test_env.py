@@ -703,3 +703,35 @@ def test_use_after_close(driver):
     env.close(raise_if_closed=False)
     with pytest.raises(RuntimeError, match="closed"):
         pickle.loads(pickle.dumps(env)).reset()
+
+
+def test_rows_that_wait_are_not_stepped():
+    """As in a rollout that goes on until every row is done."""
+    env = MujocoBatchEnv("Hopper-v5", 3, seed=0)
+    tensordict = env.rand_action(env.reset())
+    before = env.get_state()
+    tensordict["_step"] = torch.tensor([True, False, True])
+    following = env.step(tensordict)["next"]
+    after = env.get_state()
+    for key, value in after.items(True, True):
+        assert torch.equal(value[1], before[key][1]), key
+    assert after["elapsed_steps"].tolist() == [1, 0, 1]
+    assert torch.equal(following["observation"][1], tensordict["observation"][1])
+    assert following["reward"][1] == 0
+    assert not torch.equal(following["observation"][0], tensordict["observation"][0])
+
+
+@pytest.mark.parametrize("name", ["HalfCheetah-v5", "Hopper-v5"])
+def test_state_of_another_task_of_the_same_sizes(name):
+    other = "Walker2d-v5" if name == "HalfCheetah-v5" else "Hopper-v5"
+    drawn = [ModelRandomization("body_mass", 0.9, 1.1)] if other == name else None
+    state = MujocoBatchEnv(name, 2, randomization=drawn).state_dict()
+    with pytest.raises(ValueError, match=r"another task|do not belong here"):
+        MujocoBatchEnv(other, 2).load_state_dict(state)
+
+
+def test_what_a_task_sees_is_read_only():
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    for field in ("qpos", "qvel", "ctrl"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(env._sims, field)[:] = 0.0

@@ -446,6 +446,7 @@ def test_velocities_that_are_clipped(name, options, edits, tmp_path):
                 ('<geom name="torso_geom"', '<site name="s"/><geom name="torso_geom"'),
             ],
         ),
+        "a target above the plane": ("Reacher-v5", [("-.1 .01", "-.1 .05")]),
         "activations": ("HalfCheetah-v5", [("<motor ", '<general dyntype="filter" dynprm=".1" ')]),
     }.values(),
 )

@@ -38,6 +38,10 @@ def load_model(source: str | os.PathLike | mujoco.MjSpec | mujoco.MjModel) -> mu
         with silent_compilation(), silent_physics():
             if not isinstance(source, mujoco.MjSpec):
                 name = os.path.expanduser(os.fspath(source))
+                if name.lstrip().startswith("<"):
+                    raise TypeError(
+                        "the model is a text; mujoco.MjSpec.from_string(text) makes a specification."
+                    )
                 if not os.path.isfile(name):
                     raise FileNotFoundError(f"there is no MJCF file {name!r}.")
                 source = mujoco.MjSpec.from_file(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,15 @@ from torchrl_trudi.envs.mujoco.randomization import ModelRandomization, Randomiz
 from torchrl_trudi.envs.mujoco.rendering import SimulationRenderer
 from torchrl_trudi.envs.mujoco.simulations import FieldProbe, Simulations
 from torchrl_trudi.envs.mujoco.task import MujocoTask, make_task
+
+# Model fields that cannot be randomised.
+_FIXED_FIELDS = {
+    "qpos0": "is what an episode's initial state starts from, and cannot be randomised: draw the "
+    "initial positions in the task's initial_state",
+    "opt.timestep": "is the same in all environments, as is the time between actions",
+    "actuator_ctrlrange": "is the range of the action, which is the same in all environments: scale "
+    "actuator_gear or actuator_gainprm",
+}
 
 _NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -123,8 +133,6 @@ class MujocoBatchEnv(EnvBase):
             num_threads = check_int("num_threads", num_threads, 1)
         if max_episode_steps is not None:
             max_episode_steps = check_int("max_episode_steps", max_episode_steps, 1)
-        if seed is not None:
-            seed = check_int("seed", seed, 0)
         if dtype not in _NUMPY_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not one of {list(_NUMPY_DTYPES)}.")
         check_choice("driver", driver, ["auto", *DRIVERS])
@@ -135,6 +143,8 @@ class MujocoBatchEnv(EnvBase):
                 "task must be the name of a task or an instance of MujocoTask, got "
                 f"{task!r} of type {type(task).__name__}."
             )
+        elif not hasattr(task, "model_source"):
+            raise TypeError(f"{type(task).__name__}.__init__ does not call super().__init__().")
         elif task_options:
             raise TypeError(
                 f"{sorted(task_options)} given with a task that is made already; options belong "
@@ -172,6 +182,9 @@ class MujocoBatchEnv(EnvBase):
                 "the model enables sleep, whose bookkeeping is not part of MuJoCo's state: states "
                 'could not be restored. Disable it: <option><flag sleep="disable"/></option>.'
             )
+        timestep = self.model.opt.timestep
+        if not (np.isfinite(timestep) and timestep > 0):
+            raise ValueError(f"the timestep of the model must be positive, got {timestep}.")
         if self.model.nu == 0:
             raise ValueError("the model has no actuators, so that there would be no action.")
         if not self.model.actuator_ctrllimited.all() or not (bounds[:, 0] < bounds[:, 1]).all():
@@ -202,7 +215,10 @@ class MujocoBatchEnv(EnvBase):
         probe.fields = set()
         # With arrays of its own, so that the probe hears of those that were read before as well.
         sims = Simulations(probe, task.frame_skip)
-        qpos, qvel = task.initial_state(sims, RowGenerators.from_seeds(range(n)))
+        initial = task.initial_state(sims, RowGenerators.from_seeds(range(n)))
+        if not isinstance(initial, (tuple, list)) or len(initial) != 2:
+            raise ValueError(f"{name}.initial_state must return qpos and qvel, got {initial!r}.")
+        qpos, qvel = initial
         for state, array, size in (("qpos", qpos, model.nq), ("qvel", qvel, model.nv)):
             if np.shape(array) != (n, size):
                 raise ValueError(
@@ -231,15 +247,23 @@ class MujocoBatchEnv(EnvBase):
     ) -> None:
         name = type(self.task).__name__
         for part in observation:
-            if not isinstance(part, np.ndarray) or part.ndim != 2 or len(part) != n:
+            if (
+                not isinstance(part, np.ndarray)
+                or part.ndim != 2
+                or len(part) != n
+                or part.dtype.kind not in "fiub"
+            ):
                 raise ValueError(
-                    f"{name}.observation must return numpy arrays of shape [n, k], with n={n} here; "
-                    f"got {getattr(part, 'shape', part)!r}."
+                    f"{name}.observation must return numpy arrays of real numbers of shape [n, k], "
+                    f"with n={n} here; got {getattr(part, 'shape', part)!r} of type "
+                    f"{getattr(part, 'dtype', type(part).__name__)}."
                 )
-        if np.shape(reward) != (n,):
+        if not sum(part.shape[1] for part in observation):
+            raise ValueError(f"{name}.observation returns nothing.")
+        if np.shape(reward) != (n,) or np.asarray(reward).dtype.kind not in "fiub":
             raise ValueError(
-                f"{name}.reward must return an array of shape [n], with n={n} here; got "
-                f"{np.shape(reward)}."
+                f"{name}.reward must return an array of real numbers of shape [n], with n={n} here; "
+                f"got {np.shape(reward)} of type {np.asarray(reward).dtype}."
             )
         if terminated is not None and (
             np.shape(terminated) != (n,) or np.asarray(terminated).dtype != bool
@@ -289,7 +313,8 @@ class MujocoBatchEnv(EnvBase):
             )
         self.observation_spec = observation
         bounds = torch.from_numpy(self.model.actuator_ctrlrange.astype(np.float32))
-        low, high = bounds.expand(*shape, *bounds.shape).unbind(-1)
+        # Of their own memory each: tensors that share it cannot be sent to another process.
+        low, high = (x.clone() for x in bounds.expand(*shape, *bounds.shape).unbind(-1))
         self._action_shape = low.shape
         self.action_spec = Bounded(low, high, dtype=torch.float32, device=device)
         self.reward_spec = Unbounded(column, dtype=self.dtype, device=device)
@@ -305,6 +330,8 @@ class MujocoBatchEnv(EnvBase):
     # Seeds
 
     def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            seed = check_int("seed", seed, 0)
         entropy = np.random.SeedSequence(seed).entropy
         first = first_seed(int(entropy))  # type: ignore[arg-type]
         self.seeds = first + np.arange(self.num_envs)
@@ -316,6 +343,12 @@ class MujocoBatchEnv(EnvBase):
         self._check_running()
         action = self._read_action(tensordict)
         task, sims, before = self.task, self._sims, self._snapshot
+        # TorchRL marks the rows to step while others wait for the end of their episodes.
+        mask = tensordict.get("_step", None)
+        waiting = None if mask is None or mask.all() else ~mask.reshape(-1).cpu().numpy()
+        if waiting is not None:
+            waiting = np.flatnonzero(waiting)
+            kept = self.get_state(waiting)
         self._ctrl[:] = action
         failed = self._driver.step(task.frame_skip)
         warned = self._driver.warnings.any(1)
@@ -333,6 +366,8 @@ class MujocoBatchEnv(EnvBase):
             # A sum is finite only if all its terms are, and much cheaper than isfinite() of each.
             if not np.isfinite(now.sum()) or not np.isfinite(reward.sum()):
                 warned |= ~np.isfinite(now).all(1) | ~np.isfinite(reward)
+        if waiting is not None:
+            warned[waiting] = False
         terminated, truncated, unstable = self._ended
         terminated[:] = False if ends is None else ends
         self._elapsed += 1
@@ -347,7 +382,7 @@ class MujocoBatchEnv(EnvBase):
             reward = np.where(warned, 0.0, reward).astype(now.dtype)
             now[warned] = last[warned]
             terminated |= warned
-            self.num_unstable += torch.from_numpy(warned)
+            self.num_unstable = self.num_unstable + torch.from_numpy(warned)
             # Whatever the simulation holds, it must not poison the next step.
             rows = np.flatnonzero(warned)
             self._driver.reset(rows)
@@ -355,6 +390,9 @@ class MujocoBatchEnv(EnvBase):
             if before is not None:
                 before[rows] = task.snapshot(Simulations(self._driver, task.frame_skip, rows))
         self._observations.reverse()
+        if waiting is not None:
+            self.set_state(kept, waiting)
+            reward[waiting] = 0.0
         return self._output(reward)
 
     def _read_action(self, tensordict: TensorDictBase) -> np.ndarray:
@@ -378,6 +416,8 @@ class MujocoBatchEnv(EnvBase):
                     f"the action is not finite in {len(rows)} of {self.num_envs} rows: {shown}. "
                     "Nothing was stepped."
                 )
+        array = array.view()
+        array.flags.writeable = False  # the task only reads it
         return array
 
     def _write_observation(self, out: np.ndarray, sims: Simulations) -> None:
@@ -558,8 +598,10 @@ class MujocoBatchEnv(EnvBase):
         index = self._row_index(rows)
         expected = self.get_state(index[:1])
         missing = set(expected.keys(True, True)) - set(state.keys(True, True)) - {"rng"}
-        if missing:
-            raise ValueError(f"the state has no {sorted(map(str, missing))}.")
+        surplus = set(state.keys(True, True)) - set(expected.keys(True, True))
+        for what, keys in (("no", missing), ("entries that do not belong here:", surplus)):
+            if keys:
+                raise ValueError(f"the state has {what} {sorted(map(str, keys))}.")
         if len(state.batch_size) != 1 or state.batch_size[0] not in (1, len(index)):
             raise ValueError(
                 f"a state of batch size {tuple(state.batch_size)} does not fit {len(index)} rows."
@@ -591,10 +633,15 @@ class MujocoBatchEnv(EnvBase):
         """The part of ``state_dict``: :meth:`get_state` of all rows, and :attr:`num_unstable`.
 
         Returns:
-            dict: flat, of tensors.
+            dict: flat, of tensors, with a number that stands for the task.
         """
         state = self.get_state().flatten_keys("/").to_dict()
-        return {**state, "num_unstable": self.num_unstable.clone()}
+        return {**state, "num_unstable": self.num_unstable.clone(), "task": self._task_code()}
+
+    def _task_code(self) -> torch.Tensor:
+        """A number for the task, by which a checkpoint of another one with equal sizes is told."""
+        name = f"{type(self.task).__module__}.{type(self.task).__qualname__}"
+        return torch.tensor(zlib.crc32(name.encode()))
 
     def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
         """Restores what :meth:`get_extra_state` returned.
@@ -609,6 +656,9 @@ class MujocoBatchEnv(EnvBase):
         num_unstable = state.pop("num_unstable", None)
         if num_unstable is None:
             raise ValueError("the state has no 'num_unstable': it is not that of a MujocoBatchEnv.")
+        task = state.pop("task", None)
+        if task is None or int(task) != int(self._task_code()):
+            raise ValueError(f"it is the state of another task than {type(self.task).__name__}.")
         if len(num_unstable) != self.num_envs:
             raise ValueError(
                 f"the state is that of {len(num_unstable)} environments; this has {self.num_envs}."
@@ -737,11 +787,9 @@ def _check_randomization(given: Sequence[ModelRandomization]) -> tuple[ModelRand
         if not isinstance(entry, ModelRandomization):
             raise TypeError(f"randomization must hold ModelRandomization, got {entry!r}.")
     fields = [entry.field for entry in given]
-    if "qpos0" in fields:
-        raise ValueError(
-            "qpos0 is what an episode's initial state starts from, and cannot be randomised: draw "
-            "the initial positions in the task's initial_state."
-        )
+    for field, reason in _FIXED_FIELDS.items():
+        if field in fields:
+            raise ValueError(f"{field} {reason}.")
     if len(set(fields)) != len(fields):
         raise ValueError(
             f"a field can be randomised once; {fields} names one twice, and the second draw would "
@@ -750,5 +798,6 @@ def _check_randomization(given: Sequence[ModelRandomization]) -> tuple[ModelRand
     return tuple(given)
 
 
-def _as_parts(observation: np.ndarray | Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    return [observation] if isinstance(observation, np.ndarray) else observation
+def _as_parts(observation: Any) -> Sequence[np.ndarray]:
+    """An observation as a sequence of arrays; what is neither comes as the only part."""
+    return observation if isinstance(observation, (tuple, list)) else [observation]

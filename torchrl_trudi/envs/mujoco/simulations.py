@@ -16,8 +16,8 @@ class Simulations:
 
     ``sims.qpos`` is ``[n, nq]``, ``sims.xpos`` ``[n, nbody, 3]``, and so on for every field of
     ``MjData`` that has a fixed size, under its name and in its type. Arrays of the whole batch are
-    live and may only be read; at a reset the object holds the rows that are being reset, as
-    copies.
+    live; at a reset the object holds the rows that are being reset, as copies. All of them are
+    read-only.
 
     After a step, fields of the state (``qpos``, ``qvel``, ``ctrl``, ...) are those of the new
     state, and derived ones (``xpos``, ``cvel``, ``sensordata``, ...) those of the last substep's
@@ -42,8 +42,9 @@ class Simulations:
         if name.startswith("_"):
             raise AttributeError(name)
         array = self._driver.bind(name)
-        if self._rows is not None:
-            array = array[self._rows]
+        # A view even of the whole batch, since what a task writes would move the robot.
+        array = array.view() if self._rows is None else array[self._rows]
+        array.flags.writeable = False
         # The next access finds the array without coming here.
         self.__dict__[name] = array
         return array

@@ -76,6 +76,11 @@ class MujocoTask(abc.ABC):
             max_episode_steps = check_int("max_episode_steps", max_episode_steps, 1)
         self.max_episode_steps = max_episode_steps
         self.camera = dict(camera or {})
+        for attribute in self.camera:
+            if attribute not in CAMERA_ATTRIBUTES:
+                raise ValueError(
+                    f"camera has no attribute {attribute!r}; accepted are {CAMERA_ATTRIBUTES}."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -155,6 +160,7 @@ class MujocoTask(abc.ABC):
         return None
 
 
+CAMERA_ATTRIBUTES = ["azimuth", "distance", "elevation", "lookat", "trackbodyid"]
 TaskFactory = Callable[..., MujocoTask]
 _REGISTRY: dict[str, TaskFactory] = {}
 _DEFINITION = ("__module__", "__qualname__")
