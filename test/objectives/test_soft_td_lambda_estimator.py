@@ -491,3 +491,77 @@ def test_upstream_gae_with_a_state_value():
     # GAE's advantage is the TD(lambda) return minus the value.
     assert_all_close([data["advantage"].squeeze(-1)], [expected - value])
     assert_all_close([data["value_target"].squeeze(-1)], [expected])
+
+
+class TestReuse:
+    """The next row's recorded action as the draw at the next state."""
+
+    @pytest.fixture
+    def data(self, actor):
+        nudge(actor)
+        data = make_rollout(actor, 3, 6)
+        for index, kind in (((0, 2), "terminated"), ((1, 1), "truncated"), ((2, 4), "both")):
+            end(data, index, kind)
+        return data
+
+    def test_equal_the_literal_ones(self, monkeypatch, actor, data):
+        critic, fresh = make_critic(), draw_noise(3, 6)
+        own = data["next", "done"].squeeze(-1).clone()
+        own[:, -1] = True
+        # The noise that the next row's action was made of, or fresh.
+        noise = torch.where(own[..., None, None], fresh, data["noise"].roll(-1, 1))
+        expected = literal_targets(actor, critic, data, noise)
+        fix_noise(monkeypatch, actor, fresh[own])
+        make_estimator(actor, critic, reuse_actions=True)(data)
+        torch.testing.assert_close(data["value_target"], expected)
+        following = data["next"]
+        assert torch.equal(
+            following["action"][:, :-1][~own[:, :-1]], data["action"][:, 1:][~own[:, :-1]]
+        )
+        states = following.select("observation", "action")
+        torch.testing.assert_close(
+            following["critic", "embedding"], critic(states)["critic", "embedding"]
+        )
+
+    def test_chains_are_drawn_where_episodes_or_the_rollout_end(self, monkeypatch, actor, data):
+        sizes = []
+        draw = actor.module.draw_noise
+        monkeypatch.setattr(
+            actor.module,
+            "draw_noise",
+            lambda shape, *a: sizes.append(shape.numel()) or draw(shape, *a),
+        )
+        make_estimator(actor, reuse_actions=True)(data)
+        assert sizes == [3 + 3]  # last rows, and ends
+
+    def test_time_need_not_be_the_last_dimension(self, monkeypatch, actor, data):
+        noise = draw_noise(6)
+        monkeypatch.setattr(actor.module, "draw_noise", lambda shape, *a: noise[: shape.numel()])
+        make_estimator(actor, reuse_actions=True)(data)
+        swapped = data.exclude("value_target").transpose(0, 1).contiguous()
+        swapped.names = ["time", None]
+        order = (data["next", "done"].squeeze(-1) | (torch.arange(6) == 5)).nonzero()
+        rank = order[:, 1] * 3 + order[:, 0]
+        again = noise[rank.argsort()]
+        monkeypatch.setattr(actor.module, "draw_noise", lambda shape, *a: again[: shape.numel()])
+        make_estimator(actor, reuse_actions=True)(swapped)
+        torch.testing.assert_close(swapped["value_target"].transpose(0, 1), data["value_target"])
+
+    def test_in_chunks(self, actor, data):
+        torch.manual_seed(0)
+        whole = make_estimator(actor, reuse_actions=True)(data.clone())["value_target"]
+        for chunk in (1, 4, 100):
+            torch.manual_seed(0)
+            estimator = make_estimator(actor, reuse_actions=True, chunk_size=chunk)
+            assert estimator(data.clone())["value_target"].shape == whole.shape
+
+    def test_keys(self, actor):
+        recorded = [("denoising", name) for name in ("chain", "loc", "scale")]
+        keys = make_estimator(actor, reuse_actions=True).in_keys
+        assert set(recorded) < set(keys)
+        assert not set(recorded).intersection(make_estimator(actor).in_keys)
+
+    @pytest.mark.parametrize("name", ["chain", "loc", "scale"])
+    def test_missing_entries(self, actor, data, name):
+        with pytest.raises(KeyError, match=rf"reuse_actions=True needs .*'{name}'"):
+            make_estimator(actor, reuse_actions=True)(data.exclude(("denoising", name)))

@@ -226,6 +226,19 @@ class DenoisingModel(nn.Module):
         mean, std = self.prior()
         return (mean - latent) / std.square()
 
+    def _affine_drift(self, eta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The uncontrolled step as ``keep * x + shift``, hoisted out of the chain's loop.
+
+        Args:
+            eta (torch.Tensor): ``[N, A]``.
+
+        Returns:
+            tuple: ``keep`` ``[N, A]`` and ``shift`` ``[N, A]``, which is ``None`` where it is zero.
+        """
+        mean, std = self.prior()
+        rate = eta / std.square()
+        return 1 - rate, rate * mean if self.learn_prior else None
+
     def _control(
         self, network: Any, observation: torch.Tensor, steps: torch.Tensor
     ) -> Callable[[torch.Tensor, int | None], torch.Tensor]:
@@ -256,6 +269,24 @@ class DenoisingModel(nn.Module):
                 return network(latent, observation, steps[index])
 
         return control
+
+    def _mean_function(
+        self,
+        eta: torch.Tensor,
+        control: Callable[[torch.Tensor, int], torch.Tensor],
+        score_scale: float = 1.0,
+    ) -> Callable[[torch.Tensor, int], torch.Tensor]:
+        """The mean of the step from ``x_n`` as a function of the latent and ``n``."""
+        keep, shift = (part if part is None else part.unbind(0) for part in self._affine_drift(eta))
+        gains = (eta if score_scale == 1.0 else score_scale * eta).unbind(0)
+
+        def mean(latent: torch.Tensor, n: int) -> torch.Tensor:
+            drifted = latent * keep[n]
+            if shift is not None:
+                drifted = drifted + shift[n]
+            return torch.addcmul(drifted, gains[n], control(latent, n))
+
+        return mean
 
     # -- sampling ----------------------------------------------------------------
 
@@ -319,12 +350,14 @@ class DenoisingModel(nn.Module):
         noise = self._check_noise(noise, batch_shape, generator)
         eta, scale = self.kernel_coefficients()
         control = self._control(self.score_network, observation, self._steps[:-1])
+        step = self._mean_function(eta, control)
+        # All steps' increments at once, and views of them: no work per step but the network's.
+        increments = (scale * noise[..., 1:, :]).unbind(-2)
         latent = self.initial_latent(noise[..., 0, :])
         latents, means = [latent], []
         for n in range(self.num_steps):
-            mean = latent + eta[n] * (self.drift(latent) + control(latent, n))
-            latent = mean + scale[n] * noise[..., n + 1, :]
-            means.append(mean)
+            means.append(step(latent, n))
+            latent = means[-1] + increments[n]
             latents.append(latent)
         return DenoisingChain(torch.stack(latents, -2), torch.stack(means, -2), scale)
 
@@ -357,13 +390,13 @@ class DenoisingModel(nn.Module):
         eta, scale = self.kernel_coefficients(step_sizes)
         with torch.no_grad():
             control = self._control(self.score_network, observation, self._steps[:-1])
+            step = self._mean_function(eta, control)
         latent = self.initial_latent(noise[..., 0, :]) if initial_latent is None else initial_latent
         latents, means = [latent], []
         for n in range(self.num_steps):
             with torch.no_grad():
-                mean = latent + eta[n] * (self.drift(latent) + control(latent, n))
-            latent = mean + scale[n] * noise[..., n + 1, :]
-            means.append(mean)
+                means.append(step(latent, n))
+            latent = means[-1] + scale[n] * noise[..., n + 1, :]
             latents.append(latent)
         return DenoisingChain(torch.stack(latents, -2), torch.stack(means, -2), scale)
 
@@ -389,17 +422,44 @@ class DenoisingModel(nn.Module):
         """
         eta, _ = self.kernel_coefficients()
         control = self._control(self.score_network, observation, self._steps[:-1])
+        step = self._mean_function(eta, control, score_scale)
         if initial_latent is None:
             mean, _ = self.prior()
             initial_latent = mean.expand(*observation.shape[:-1], self.action_dim)
         latent = initial_latent
         latents = [latent]
         for n in range(self.num_steps):
-            latent = latent + eta[n] * (self.drift(latent) + score_scale * control(latent, n))
+            latent = step(latent, n)
             latents.append(latent)
         return torch.stack(latents, -2)
 
     # -- scoring -----------------------------------------------------------------
+
+    def control(
+        self, observation: torch.Tensor, latents: torch.Tensor, steps: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The control at given states of the chain, in one batched call.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+            latents (torch.Tensor): states ``[*B, K, A]``.
+            steps (torch.Tensor, optional): their step indices, integers ``[*B, K]``. Defaults to
+                ``None``: ``K = N``, in order.
+
+        Returns:
+            torch.Tensor: ``[*B, K, A]``.
+        """
+        network: Any = self.score_network
+        if steps is None:
+            return self._control(network, observation, self._steps[:-1])(latents, None)
+        if hasattr(network, "forward_projected"):
+            return network.forward_projected(
+                latents,
+                network.project_observation(observation).unsqueeze(-2),
+                network.project_steps(self._steps[:-1])[steps],
+            )
+        repeated = observation.unsqueeze(-2).expand(*latents.shape[:-1], observation.shape[-1])
+        return network(latents, repeated, self._steps[steps])
 
     def score(
         self,
@@ -424,7 +484,9 @@ class DenoisingModel(nn.Module):
         eta, scale = self.kernel_coefficients(step_sizes)
         control = self._control(self.score_network, observation, self._steps[:-1])
         latent = latents[..., :-1, :]
-        return latent + eta * (self.drift(latent) + control(latent, None)), scale
+        keep, shift = self._affine_drift(eta)
+        drifted = latent * keep if shift is None else latent * keep + shift
+        return torch.addcmul(drifted, eta, control(latent, None)), scale
 
     def backward_mean(self, observation: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         """Means of the backward kernels ``B_n(x_n | x_{n+1})``, ``[*B, N, A]``.

@@ -221,6 +221,23 @@ class HLGaussCritic(nn.Module):
         Raises:
             ValueError: the inputs' summed size is not ``in_dim``.
         """
+        embedding, logits = self._evaluate(inputs)
+        out = (self.support.value(logits).unsqueeze(-1), logits, embedding)
+        return out if self.predictor is None else (*out, self.predictor(embedding))
+
+    def value(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The value alone, without the predictor.
+
+        Args:
+            *inputs (torch.Tensor): see :meth:`forward`.
+
+        Returns:
+            torch.Tensor: ``[*B]``.
+        """
+        return self.support.value(self._evaluate(inputs)[1])
+
+    def _evaluate(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedding and logits."""
         features = torch.cat(inputs, -1) if len(inputs) > 1 else inputs[0]
         if features.shape[-1] != self.in_dim:
             raise ValueError(
@@ -228,6 +245,4 @@ class HLGaussCritic(nn.Module):
                 f"{[tuple(x.shape) for x in inputs]}."
             )
         embedding = self.encoder(features)
-        logits = self.head(embedding) + PRIOR_LOGITS_SCALE * self.prior_logits
-        out = (self.support.value(logits).unsqueeze(-1), logits, embedding)
-        return out if self.predictor is None else (*out, self.predictor(embedding))
+        return embedding, self.head(embedding) + PRIOR_LOGITS_SCALE * self.prior_logits

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
@@ -14,8 +15,9 @@ from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import dispatch_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_trudi.modules.distributions import gaussian_log_prob
 from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
-from torchrl_trudi.objectives.trajectory_kl import TrajectoryKLProjection
+from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
 from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
 __all__ = ["TruDiLoss"]
@@ -53,6 +55,18 @@ class TruDiLoss(LossModule):
             action box, so that it does not depend on the units of the action space. Defaults to
             ``4.0``.
         aux_coeff (float, optional): weight of the auxiliary loss. Defaults to ``1.0``.
+        split_by_gate (bool, optional): with ``mode="switch"`` and the recorded old policy, evaluate
+            the path KL of all states without a graph first, and then build a graph only for the
+            branch that each state takes: same loss and gradient, about half the work. The parts
+            have different sizes each time, so it is left out in compiled code and CUDA graphs.
+            Defaults to ``True``.
+        actor_gradient (str, optional): ``"pathwise"`` differentiates :math:`\\alpha L - Q` through
+            the chain. ``"adjoint"`` draws the chain without a graph and regresses the control on
+            the closed-form target of :meth:`adjoint_target`; friction and step sizes get no
+            gradient from it. Defaults to ``"pathwise"``.
+        num_adjoint_steps (int, optional): with ``"adjoint"``, how many of the chain's steps are
+            regressed per state, drawn without replacement; the sum is scaled to all of them.
+            Defaults to ``None``, all.
 
     Raises:
         ValueError: ``init_temperature <= 0`` or ``aux_coeff < 0``; a trust region on another actor; a
@@ -130,6 +144,9 @@ class TruDiLoss(LossModule):
         learn_temperature: bool = True,
         target_entropy_scale: float = 4.0,
         aux_coeff: float = 1.0,
+        split_by_gate: bool = True,
+        actor_gradient: Literal["pathwise", "adjoint"] = "pathwise",
+        num_adjoint_steps: int | None = None,
     ) -> None:
         if not init_temperature > 0:
             raise ValueError(f"init_temperature must be positive, got {init_temperature}.")
@@ -144,9 +161,23 @@ class TruDiLoss(LossModule):
                 f"The critic must be a Q function: the action {actor_network.action_key!r} is not "
                 f"among its in_keys {list(critic_network.in_keys)}."
             )
+        if actor_gradient not in ("pathwise", "adjoint"):
+            raise ValueError(
+                f"actor_gradient must be 'pathwise' or 'adjoint', got {actor_gradient!r}."
+            )
+        if num_adjoint_steps is not None:
+            if actor_gradient != "adjoint":
+                raise ValueError("num_adjoint_steps needs actor_gradient='adjoint'.")
+            if not 1 <= num_adjoint_steps <= actor_network.num_steps:
+                raise ValueError(
+                    f"num_adjoint_steps must be in [1, {actor_network.num_steps}], got "
+                    f"{num_adjoint_steps}."
+                )
         super().__init__()
         self._in_keys: list[NestedKey] | None = None
         self._out_keys: list[NestedKey] | None = None
+        self.actor_gradient = actor_gradient
+        self.num_adjoint_steps = num_adjoint_steps
         self.trajectory_kl = trajectory_kl
         self.convert_to_functional(critic_network, "critic_network")
         reference = next(actor_network.parameters())
@@ -156,6 +187,7 @@ class TruDiLoss(LossModule):
         else:
             self.register_buffer("log_temperature", log_temperature, persistent=False)
         self.target_entropy_scale = target_entropy_scale
+        self.split_by_gate = split_by_gate
         # A setting, not state: a checkpoint must not bring back the one it was made with.
         self.register_buffer("aux_coeff", reference.new_tensor(float(aux_coeff)), persistent=False)
         self._has_auxiliary = (
@@ -331,22 +363,15 @@ class TruDiLoss(LossModule):
         Returns:
             TensorDict: ``loss_actor``, ``loss_temperature``, ``loss_kl_multiplier`` and diagnostics.
         """
-        actor = self.actor_network
-        with self.actor_network_params.to_module(actor, preserve_module_state=False):
-            action, _, log_prob = actor.rsample(tensordict, noise)
-            # In units of the action box: the target then means the same for every action space.
-            entropy = -(log_prob.running.mean() + actor.module.log_volume()).detach()
+        if self._splits_by_gate():
+            parts = self._gated_actor_parts(tensordict, noise)
+        else:
+            parts = self._dense_actor_parts(tensordict, noise, kl_noise)
+        loss_actor, running, action, kl = parts
+        # In units of the action box: the target then means the same for every action space.
+        with self._actor_context() as actor:
+            entropy = -(running.mean() + actor.module.log_volume()).detach()
             saturation = self._saturation(action.detach())
-        state = tensordict.select(
-            *(key for key in self.critic_network.in_keys if key != self.tensor_keys.action)
-        )
-        state.set(self.tensor_keys.action, action)
-        with self.critic_network_params.data.to_module(
-            self.critic_network, preserve_module_state=False
-        ):
-            value = self.critic_network(state).get(self.tensor_keys.value).squeeze(-1)
-        kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
-        objective = self.temperature.detach() * log_prob.log_prob - value
         gap = self.target_entropy_scale * action.shape[-1] + entropy
         loss_temperature = (
             (self.temperature * gap).sum()
@@ -355,7 +380,7 @@ class TruDiLoss(LossModule):
         )
         return TensorDict(
             {
-                "loss_actor": self.trajectory_kl.combine(objective, kl).mean(),
+                "loss_actor": loss_actor,
                 "loss_temperature": loss_temperature,
                 "loss_kl_multiplier": self.trajectory_kl.multiplier_loss(kl),
                 **self.trajectory_kl.metrics(kl),
@@ -364,6 +389,159 @@ class TruDiLoss(LossModule):
                 "saturation_fraction": saturation,
             }
         )
+
+    def _splits_by_gate(self) -> bool:
+        """Whether each state is to be evaluated in its own branch of the gate only."""
+        trust_region = self.trajectory_kl
+        return (
+            self.split_by_gate
+            and trust_region.mode == "switch"
+            and trust_region.old_policy == "recorded"
+            # Which states are inside is data: the sizes of the two parts change from call to call.
+            and not torch.compiler.is_compiling()
+            and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _objective(
+        self, tensordict: TensorDictBase, noise: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The pathwise objective on a fresh chain, ``-log|det| - log w`` of it, and its action."""
+        if self.actor_gradient == "adjoint":
+            return self._adjoint_objective(tensordict, noise)
+        with self._actor_context() as actor:
+            action, _, log_prob = actor.rsample(tensordict, noise)
+        objective = self.temperature.detach() * log_prob.log_prob - self._value(tensordict, action)
+        return objective, log_prob.running, action
+
+    @contextmanager
+    def _actor_context(self) -> Iterator[DiffusionActor]:
+        """The policy, with its parameters."""
+        actor = self.actor_network
+        with self.actor_network_params.to_module(actor, preserve_module_state=False):
+            yield actor
+
+    def _value(self, tensordict: TensorDictBase, action: torch.Tensor) -> torch.Tensor:
+        """The critic's value of an action, its parameters held fixed, ``[*B]``."""
+        state = tensordict.select(
+            *(key for key in self.critic_network.in_keys if key != self.tensor_keys.action)
+        )
+        state.set(self.tensor_keys.action, action)
+        with self.critic_network_params.data.to_module(
+            self.critic_network, preserve_module_state=False
+        ):
+            if isinstance(self.critic_network, HLGaussValueOperator):
+                return self.critic_network.value(state)
+            return self.critic_network(state).get(self.tensor_keys.value).squeeze(-1)
+
+    def _adjoint_objective(
+        self, tensordict: TensorDictBase, noise: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch.no_grad(), self._actor_context() as actor:
+            action, chain, log_prob = actor.rsample(tensordict, noise)
+        final = chain.latents[..., -1, :]
+        target = self.adjoint_target(tensordict, final)
+        with self._actor_context() as actor:
+            model = actor.module
+            eta = model.kernel_coefficients()[0].detach()
+            steps, scale = self._adjoint_steps(final), 1.0
+            latents = chain.latents[..., :-1, :]
+            if steps is not None:
+                scale = model.num_steps / steps.shape[-1]
+                index = steps.unsqueeze(-1).expand(*steps.shape, final.shape[-1])
+                latents, target = latents.gather(-2, index), target.gather(-2, index)
+                eta = eta[steps]
+            control = model.control(actor.observation(tensordict), latents, steps)
+        residual = (eta / 4 * (control - target).square()).sum((-1, -2))
+        return self.temperature.detach() * scale * residual, log_prob.running, action
+
+    def _adjoint_steps(self, final: torch.Tensor) -> torch.Tensor | None:
+        """The steps to regress at each state, ``[*B, K]``; ``None`` for all."""
+        if self.num_adjoint_steps is None:
+            return None
+        num_steps = self.actor_network.num_steps
+        keys = torch.rand(*final.shape[:-1], num_steps, device=final.device)
+        return keys.topk(self.num_adjoint_steps, -1).indices
+
+    def adjoint_target(self, tensordict: TensorDictBase, final: torch.Tensor) -> torch.Tensor:
+        r"""What the control of an optimal chain is, on average over chains that end in ``final``.
+
+        Up to discretisation, :math:`L = \sum_n \log (F_n / F^0_n) + \log p_0(x_N) - \log|\det|` with
+        the uncontrolled kernels :math:`F^0`, whose process is reversible. The actor's problem is then
+        one of stochastic optimal control with running cost :math:`\tfrac{\eta_n}{4} u^2`, the KL
+        of a step, and terminal cost :math:`g / \alpha`,
+        :math:`g(x) = \alpha (\log p_0(x) - \log|\det|(x)) - Q(s, a(x))`. Its optimal control is
+        :math:`u_n(x_n) = -2\, \mathrm{E}[\mathrm{adj}_n | x_n]` over optimally controlled chains, with
+        the lean adjoint (arXiv 2409.08861, 2606.22630), explicit because the drift is linear:
+
+        .. math::
+            \mathrm{adj}_n = \prod_{k=n+1}^{N-1} (1 - \eta_k / \sigma_0^2)\, \nabla g(x_N) / \alpha
+
+        Args:
+            tensordict (TensorDictBase): the critic's observations, ``[*B]``.
+            final (torch.Tensor): final latents :math:`x_N`, ``[*B, A]``.
+
+        Returns:
+            torch.Tensor: :math:`-2\, \mathrm{adj}_n`, ``[*B, N, A]``, without gradient.
+        """
+        temperature = self.temperature.detach()
+        with torch.enable_grad(), self._actor_context() as actor:
+            model = actor.module
+            latent = final.detach().requires_grad_(True)
+            prior = gaussian_log_prob(latent, *(part.detach() for part in model.prior()))
+            cost = temperature * (prior - model.log_det(latent))
+            cost = cost - self._value(tensordict, model.squash(latent))
+            (gradient,) = torch.autograd.grad(cost.sum(), latent)
+            eta = model.kernel_coefficients()[0].detach()
+            keep = 1 - eta / model.prior()[1].detach().square()
+        # Products of the factors after each step; an empty product after the last.
+        factors = torch.cat([keep[1:], torch.ones_like(keep[:1])])
+        factors = factors.flip(0).cumprod(0).flip(0)
+        return -2 / temperature * factors * gradient.unsqueeze(-2)
+
+    def _dense_actor_parts(
+        self,
+        tensordict: TensorDictBase,
+        noise: torch.Tensor | None,
+        kl_noise: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL]:
+        """Both branches for every state: loss, ``running``, action, KL."""
+        objective, running, action = self._objective(tensordict, noise)
+        kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
+        return self.trajectory_kl.combine(objective, kl).mean(), running, action, kl
+
+    def _gated_actor_parts(
+        self, tensordict: TensorDictBase, noise: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL]:
+        """The same numbers and gradients, with a graph only for the branch that a state takes."""
+        trust_region = self.trajectory_kl
+        tensordict = tensordict.reshape(-1)
+        size = tensordict.shape[0]
+        if noise is None:
+            # Drawn for all states at once, as in the dense form.
+            with self._actor_context() as actor:
+                noise = actor.module.draw_noise((size,))
+        noise = noise.flatten(0, -3)
+        with torch.no_grad():
+            kl = trust_region.path_kl(tensordict)
+        inside = trust_region.inside(kl)
+        within, beyond = inside.nonzero().squeeze(-1), (~inside).nonzero().squeeze(-1)
+        losses, runnings, actions = [], [], []
+        if len(within):
+            objective, running, action = self._objective(tensordict[within], noise[within])
+            losses.append(objective.sum())
+            runnings.append(running.detach())
+            actions.append(action.detach())
+        if len(beyond):
+            part = tensordict[beyond]
+            losses.append(trust_region.penalty(trust_region.path_kl(part)).sum())
+            # The temperature's loss is a mean over all states.
+            with torch.no_grad(), self._actor_context() as actor:
+                action, _, log_prob = actor.rsample(part, noise[beyond])
+            runnings.append(log_prob.running)
+            actions.append(action)
+        # In another order than the states: only means are taken of these.
+        running, action = torch.cat(runnings), torch.cat(actions)
+        return sum(losses[1:], losses[0]) / size, running, action, kl
 
     def _saturation(self, action: torch.Tensor) -> torch.Tensor:
         """Fraction of action entries within 1 % of a bound of the box."""

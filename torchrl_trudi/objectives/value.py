@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModule, dispatch
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_trudi.modules.denoising import DenoisingChain
 from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
 
@@ -25,7 +26,7 @@ SOFT_TD_LAMBDA = "soft_td_lambda"
 class SoftTDLambdaEstimator(ValueEstimatorBase):
     r"""Soft TD(:math:`\lambda`) targets of a state-action value (arXiv 2507.11019, 2606.15260).
 
-    For every step it draws :math:`a' \sim \pi(\cdot | s')` at the true next state, evaluates
+    For every step it takes a draw :math:`a' \sim \pi(\cdot | s')` at the true next state, evaluates
     :math:`Q(s', a')` and the log-probability, and applies
     :func:`~torchrl_trudi.objectives.soft_td_lambda_return`. It writes ``value_target``, and under
     ``"next"`` the action, its log-probability, the value and (if the critic has one) the embedding,
@@ -48,6 +49,11 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             returns it. Defaults to ``0.0``.
         mask_terminal_entropy (bool, optional): see
             :func:`~torchrl_trudi.objectives.soft_td_lambda_return`. Defaults to ``True``.
+        reuse_actions (bool, optional): whether the draw at the next state is, within an episode, the
+            next row's recorded action, with its log-probability from the recorded chain: an
+            on-policy draw that costs no network call. A chain of its own is then only drawn at
+            final states and in the last row. Needs the recorded chain, its means and its scales.
+            Defaults to ``False``, a chain of its own everywhere.
         chunk_size (int, optional): largest number of transitions per network call; ``None`` for one
             call. Defaults to ``None``.
         device (torch.device, optional): device of the buffers.
@@ -108,6 +114,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         actor_network: DiffusionActor,
         temperature: float | Callable[[], torch.Tensor] = 0.0,
         mask_terminal_entropy: bool = True,
+        reuse_actions: bool = False,
         chunk_size: int | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -126,6 +133,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         self.register_buffer("gamma", torch.as_tensor(gamma, **factory), persistent=False)
         self.register_buffer("lmbda", torch.as_tensor(lmbda, **factory), persistent=False)
         self.mask_terminal_entropy = mask_terminal_entropy
+        self.reuse_actions = reuse_actions
         self.chunk_size = chunk_size
         if isinstance(value_network, HLGaussValueOperator):
             self.set_keys(value=value_network.value_key, embedding=value_network.out_keys[2])
@@ -165,11 +173,18 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         """Keys that ``forward`` reads."""
         keys = self.tensor_keys
         observations = self._observation_keys()
+        actor = self.actor_network
+        recorded = (
+            [actor.action_key, *actor.dist_sample_keys, *actor.dist_params_keys]
+            if self.reuse_actions
+            else []
+        )
         # Root observations stand in for the missing next ones of terminal steps.
         return (
             [("next", key) for key in (keys.reward, keys.done, keys.terminated)]
             + [("next", *((key,) if isinstance(key, str) else key)) for key in observations]
             + observations
+            + recorded
         )
 
     @property
@@ -248,19 +263,17 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         terminated = tensordict.get(("next", keys.terminated), default=done)
         states, present = self._next_states(tensordict, terminated)
         next_params = params if target_params is None else target_params
-        with torch.no_grad():
-            flat = states.reshape(-1)
-            size = flat.shape[0] if self.chunk_size is None else self.chunk_size
-            with (
-                self._with_params("actor_network"),
-                self._with_params("critic_network", next_params),
-            ):
-                parts = [self._evaluate(part) for part in flat.split(size)]
-            evaluated: TensorDictBase = torch.cat(parts).reshape(tensordict.batch_size)
+        with (
+            torch.no_grad(),
+            self._with_params("actor_network"),
+            self._with_params("critic_network", next_params),
+        ):
+            evaluated = self._draw_actions(tensordict, states, done | terminated)
+            self._evaluate(evaluated)
         log_prob = evaluated.get("log_prob")
         value = evaluated.get("value")
         following = tensordict.get("next")
-        following.set(self.actor_network.action_key, evaluated.get("action"))
+        following.set(self.actor_network.action_key, evaluated.get(self.actor_network.action_key))
         following.set(self.actor_network.tensor_keys.log_prob, log_prob.squeeze(-1))
         following.set(keys.value, value)
         embedding = evaluated.get("embedding", None)
@@ -272,18 +285,64 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         )
         return tensordict
 
-    def _evaluate(self, states: TensorDictBase) -> TensorDict:
-        action, _, log_prob = self.actor_network.rsample(states)
-        states = states.copy().set(self.actor_network.action_key, action)
-        self.value_network(states)
-        out = {
-            "action": action,
-            "log_prob": log_prob.log_prob.unsqueeze(-1),
-            "value": states.get(self.tensor_keys.value),
-        }
-        if self.tensor_keys.embedding in self.value_network.out_keys:
-            out["embedding"] = states.get(self.tensor_keys.embedding)
-        return TensorDict(out, batch_size=states.batch_size)
+    def _draw_actions(
+        self, tensordict: TensorDictBase, states: TensorDict, done: torch.Tensor
+    ) -> TensorDict:
+        """The next states with an action of the policy and its log-probability."""
+        action_key = self.actor_network.action_key
+        flat = states.reshape(-1)
+        if not self.reuse_actions:
+            action, log_prob = self._sample(flat)
+            flat.set(action_key, action).set("log_prob", log_prob)
+            return flat.reshape(states.batch_size)
+        self._check_recorded(tensordict)
+        keys = self.actor_network.tensor_keys
+        chain = DenoisingChain(*(tensordict.get(k) for k in (keys.chain, keys.loc, keys.scale)))
+        observation = self.actor_network.observation(tensordict)
+        log_prob = self.actor_network.module.log_prob(observation, chain).log_prob.unsqueeze(-1)
+        # The draw at a row's next state is the next row's own, but where an episode or the rollout
+        # ends.
+        time = self._get_time_dim(None, tensordict)
+        last = torch.zeros_like(done)
+        last.select(time, -1).fill_(True)
+        fresh = (done | last).flatten().nonzero().squeeze(-1)
+        action = tensordict.get(action_key).roll(-1, time).flatten(0, -2)
+        log_prob = log_prob.roll(-1, time).flatten(0, -2)
+        action[fresh], log_prob[fresh] = self._sample(flat[fresh])
+        flat.set(action_key, action).set("log_prob", log_prob)
+        return flat.reshape(states.batch_size)
+
+    def _check_recorded(self, tensordict: TensorDictBase) -> None:
+        actor = self.actor_network
+        recorded = [actor.action_key, *actor.dist_sample_keys, *actor.dist_params_keys]
+        missing = [key for key in recorded if tensordict.get(key, None) is None]
+        if missing:
+            raise KeyError(
+                f"reuse_actions=True needs the recorded entries {missing}: collect with a "
+                "DiffusionActor built with return_chain=True and return_dist_params=True."
+            )
+
+    def _sample(self, states: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [self.actor_network.rsample(part) for part in self._chunks(states)]
+        actions, _, log_probs = zip(*parts, strict=True)
+        return torch.cat(actions), torch.cat([x.log_prob for x in log_probs]).unsqueeze(-1)
+
+    def _chunks(self, states: TensorDictBase) -> Sequence[TensorDictBase]:
+        size = states.shape[0] if self.chunk_size is None else self.chunk_size
+        return states.split(size)
+
+    def _evaluate(self, states: TensorDict) -> None:
+        """Writes the critic's outputs."""
+        keys = self.tensor_keys
+        parts = []
+        for part in self._chunks(states.reshape(-1).select(*self.value_network.in_keys)):
+            out = self.value_network(part)
+            parts.append(out.select(keys.value, keys.embedding, strict=False))
+        out = torch.cat(parts).reshape(states.batch_size)
+        states.set("value", out.get(keys.value))
+        embedding = out.get(keys.embedding, None)
+        if embedding is not None:
+            states.set("embedding", embedding)
 
     def value_estimate(
         self,

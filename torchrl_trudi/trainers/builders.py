@@ -180,6 +180,13 @@ def build_loss(
         init_temperature=objective.init_temperature,
         target_entropy_scale=objective.target_entropy_scale,
         aux_coeff=config.critic.aux_coeff,
+        actor_gradient=objective.actor_gradient,
+        num_adjoint_steps=objective.num_adjoint_steps,
     )
-    loss.make_value_estimator("soft_td_lambda", gamma=objective.gamma, lmbda=objective.lmbda)
+    loss.make_value_estimator(
+        "soft_td_lambda",
+        gamma=objective.gamma,
+        lmbda=objective.lmbda,
+        reuse_actions=objective.reuse_actions,
+    )
     return loss

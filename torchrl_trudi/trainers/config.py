@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchrl_trudi.modules.networks import ActivationName, NormName
     from torchrl_trudi.modules.step_sizes import ScheduleName
 
+    ActorGradientName = Literal["pathwise", "adjoint"]
     BackendName = Literal["auto", "mujoco", "gymnasium"]
     VectorizationName = Literal["sync", "async"]
     LearnStepSizes = Literal["none", "shared", "per_step"]
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     BoundName = Literal["path", "step"]
 else:
     # OmegaConf knows no literal types: at run time the choices of the options do their work.
-    ActivationName = BackendName = NormName = ScheduleName = str
+    ActivationName = ActorGradientName = BackendName = NormName = ScheduleName = str
     VectorizationName = LearnStepSizes = str
     FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
 
@@ -241,6 +242,22 @@ class ObjectiveConfig:
     target_entropy_scale: float = option(
         4.0,
         "The entropy surrogate is steered towards minus this much per action dimension.",
+    )
+    actor_gradient: ActorGradientName = option(
+        "pathwise",
+        "Differentiate through the chain (pathwise), or regress its control on a closed-form target "
+        "(adjoint).",
+        choices=("pathwise", "adjoint"),
+    )
+    num_adjoint_steps: int | None = option(
+        None,
+        "Steps of the chain that the adjoint gradient regresses per state; null takes all.",
+        ge=1,
+    )
+    reuse_actions: bool = option(
+        False,
+        "Bootstrap from the next row's recorded action instead of a fresh one, which saves a chain "
+        "per step.",
     )
 
 

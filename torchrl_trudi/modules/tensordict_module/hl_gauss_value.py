@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tensordict import NestedKey, unravel_key
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModule
 
 from torchrl_trudi.modules.hl_gauss import HLGaussCritic, HLGaussSupport
@@ -65,6 +66,17 @@ class HLGaussValueOperator(TensorDictModule):
     def support(self) -> HLGaussSupport:
         """The critic's histogram support."""
         return self.module.support
+
+    def value(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """The value alone: nothing is written, and the other outputs are not computed.
+
+        Args:
+            tensordict (TensorDictBase): holds the ``in_keys``.
+
+        Returns:
+            torch.Tensor: ``[*B]``.
+        """
+        return self.module.value(*(tensordict.get(key) for key in self.in_keys))
 
     @property
     def value_key(self) -> NestedKey:
