@@ -277,7 +277,9 @@ class DenoisingModel(nn.Module):
         score_scale: float = 1.0,
     ) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """The mean of the step from ``x_n`` as a function of the latent and ``n``."""
-        keep, shift = (part if part is None else part.unbind(0) for part in self._affine_drift(eta))
+        keeps, shifts = self._affine_drift(eta)
+        keep = keeps.unbind(0)
+        shift = None if shifts is None else shifts.unbind(0)
         gains = (eta if score_scale == 1.0 else score_scale * eta).unbind(0)
 
         def mean(latent: torch.Tensor, n: int) -> torch.Tensor:

@@ -429,9 +429,10 @@ class TruDiLoss(LossModule):
         with self.critic_network_params.data.to_module(
             self.critic_network, preserve_module_state=False
         ):
-            if isinstance(self.critic_network, HLGaussValueOperator):
-                return self.critic_network.value(state)
-            return self.critic_network(state).get(self.tensor_keys.value).squeeze(-1)
+            critic: Any = self.critic_network
+            if isinstance(critic, HLGaussValueOperator):
+                return critic.value(state)
+            return critic(state).get(self.tensor_keys.value).squeeze(-1)
 
     def _adjoint_objective(
         self, tensordict: TensorDictBase, noise: torch.Tensor | None

@@ -336,9 +336,9 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         keys = self.tensor_keys
         parts = []
         for part in self._chunks(states.reshape(-1).select(*self.value_network.in_keys)):
-            out = self.value_network(part)
-            parts.append(out.select(keys.value, keys.embedding, strict=False))
-        out = torch.cat(parts).reshape(states.batch_size)
+            evaluated = self.value_network(part)
+            parts.append(evaluated.select(keys.value, keys.embedding, strict=False))
+        out: TensorDictBase = torch.cat(parts).reshape(states.batch_size)
         states.set("value", out.get(keys.value))
         embedding = out.get(keys.embedding, None)
         if embedding is not None:
