@@ -125,6 +125,8 @@ def test_options_of_mujoco_alone(kwargs, options):
         ),
         ({"backend": "mujoco", "name": "Hoper-v5"}, ValueError, "mean 'Hopper-v5'"),
         ({"helthy_reward": 3}, TypeError, "'helthy_reward'; it accepts .*'healthy_reward'.*mean '"),
+        ({"dtype": torch.float64}, TypeError, r"make_env does not accept \['dtype'\]"),
+        ({"driver": "threads"}, TypeError, r"make_env does not accept \['driver'\]"),
         ({"num_threads": 0}, ValueError, "num_threads must be an integer of at least 1"),
         ({"num_threads": "2"}, TypeError, "num_threads .* got '2'"),
         ({"randomization": ["body_mass"]}, TypeError, "must hold ModelRandomization"),

@@ -221,6 +221,16 @@ def test_reset_to():
     assert env.reset_to(np.array([0.75]), [0.0], rows=mask)["observation"][2, 0] == 0.75
 
 
+def test_reset_to_states_that_mujoco_refuses():
+    """It would put the default state in their place."""
+    env = slider()
+    env.reset()
+    before = env.get_state()
+    with pytest.raises(FloatingPointError, match=r"qvel is not finite, or not below .* rows \[3\]"):
+        env.reset_to([0.5], [[0.0], [1e11]], rows=[1, 3])
+    assert_same(env.get_state(), before)
+
+
 @pytest.mark.parametrize(
     ("qpos", "qvel", "rows", "message"),
     [
@@ -566,6 +576,19 @@ def test_a_forked_child_can_forget_environments():
     play(envs[0], 2)
 
 
+@pytest.mark.parametrize("driver", ["batch", "threads"])
+def test_a_task_of_the_main_module_reaches_a_spawned_child(monkeypatch, driver):
+    """Where the main module, and its classes with it, have another name."""
+    monkeypatch.setattr(Slider, "__module__", "__main__")
+    env = slider(driver=driver)
+    play(env, 9)
+    pickled = env.__getstate__()
+    monkeypatch.setattr(Slider, "__module__", "__mp_main__")
+    other = MujocoBatchEnv.__new__(MujocoBatchEnv)
+    other.__setstate__(pickled)
+    assert_same(other.reset(), env.reset())
+
+
 @pytest.mark.slow
 def test_a_spawned_child_goes_on_from_the_state():
     env = slider()
@@ -703,6 +726,27 @@ def test_use_after_close(driver):
     env.close(raise_if_closed=False)
     with pytest.raises(RuntimeError, match="closed"):
         pickle.loads(pickle.dumps(env)).reset()
+
+
+@pytest.mark.parametrize("driver", ["batch", "threads"])
+def test_rows_that_wait_go_on_as_if_nothing_had_been(driver):
+    """Bit for bit, whatever happens to the others or would have happened to them."""
+    env, alone = slider(driver=driver), slider(driver=driver)
+    _, tensordict = play(env, 3)
+    _, expected = play(alone, 3)
+    for _ in range(4):
+        tensordict["action"] = torch.ones(4, 1)
+        tensordict["_step"] = torch.tensor([[True], [False], [True], [False]])
+        env.step(tensordict.clone())
+    env._driver.bind("qvel")[0] = np.nan  # a row that steps, and diverges
+    following = env.step(tensordict.clone())["next"]
+    assert following["unstable"].flatten().tolist() == [True, False, False, False]
+    rows = [1, 3]
+    assert_same(env.get_state(rows), alone.get_state(rows))
+    tensordict = tensordict.exclude("_step", "action")
+    data, _ = play(env, 12, tensordict, seed=1)
+    wanted, _ = play(alone, 12, expected, seed=1)
+    assert_same(data["next"][rows], wanted["next"][rows])
 
 
 def test_rows_that_wait_are_not_stepped():

@@ -232,11 +232,47 @@ def test_shapes_of_what_a_task_returns_for_one_row_where_there_are_more(name):
         MujocoBatchEnv(task, 3)
 
 
-def test_initial_states_of_the_wrong_shape():
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((np.zeros((2, 2)), np.zeros((2, 1))), r"must return qpos of shape .* got \(2, 2\)"),
+        ((np.zeros((2, 1)), np.zeros(1)), r"must return qvel of shape .* got \(1,\)"),
+        (np.zeros((2, 1)), "must return"),
+        (None, "must return qpos and qvel, got None"),
+    ],
+)
+def test_initial_states_of_the_wrong_shape(value, message):
+    with pytest.raises(ValueError, match=f"Broken.initial_state {message}"):
+        MujocoBatchEnv(Broken("initial_state", value), 2)
+
+
+def test_fields_that_are_read_now_and_then():
+    """They are not there when they are wanted; better an error than zeros."""
     task = Slider()
-    task.initial_state = lambda sims, rng: (np.zeros((len(sims), 2)), np.zeros((len(sims), 1)))
-    with pytest.raises(ValueError, match="shape"):
-        MujocoBatchEnv(task, 3).reset()
+    task.reward = lambda sims, action, *args: (
+        sims.xpos[:, 1, 0] if (action > 0.5).any() else sims.qpos[:, 0]
+    )
+    env = MujocoBatchEnv(task, 2, seed=0)
+    following = act(env, env.reset(), 0.1)["next"]
+    with pytest.raises(AttributeError, match="'xpos' was not read when the environment was made"):
+        act(env, following, 0.9)
+
+
+def test_models_that_sleep():
+    if not hasattr(mujoco.mjtEnableBit, "mjENBL_SLEEP"):
+        pytest.skip("this MuJoCo has no sleep")
+    model = slider_spec().compile()
+    model.opt.enableflags |= int(mujoco.mjtEnableBit.mjENBL_SLEEP)
+    with pytest.raises(ValueError, match="the model enables sleep"):
+        MujocoBatchEnv(Slider(model=model))
+
+
+def test_models_without_time():
+    model = slider_spec().compile()
+    for timestep in (0.0, -0.1, np.nan):
+        model.opt.timestep = timestep
+        with pytest.raises(ValueError, match="the timestep of the model must be positive"):
+            MujocoBatchEnv(Slider(model=model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

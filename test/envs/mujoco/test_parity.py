@@ -228,7 +228,10 @@ def parity(
         ours = tensordict["next"]
         assert_equal(ours["observation"], theirs.observation, f"{where}: observation", exact)
         for key in ("reward", "terminated", "truncated"):
-            assert_equal(ours[key][:, 0], getattr(theirs, key), f"{where}: {key}", exact)
+            # One of a thousand squares differs in the last bit: NumPy takes the power of a number
+            # from the C library, and multiplies the numbers of an array.
+            to_the_bit = exact and (name, key) != ("InvertedDoublePendulum-v5", "reward")
+            assert_equal(ours[key][:, 0], getattr(theirs, key), f"{where}: {key}", to_the_bit)
         assert torch.equal(ours["done"], ours["terminated"] | ours["truncated"])
         # The observations that the next step starts from.
         for row in np.flatnonzero(theirs.terminated | theirs.truncated):
@@ -403,7 +406,7 @@ def test_threshold_of_the_double_pendulum(height):
     task = make_task("InvertedDoublePendulum-v5", {})
     _, reward, terminated, _, _ = plain.step(np.zeros(1, np.float32))
     assert task.terminated(sims).tolist() == [terminated]
-    assert task.reward(sims, None, None, None).tolist() == [reward]
+    assert task.reward(sims, None, None, None).tolist() == pytest.approx([reward], rel=1e-12)
 
 
 def edited_model(tmp_path, name, *edits):

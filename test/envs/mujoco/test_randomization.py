@@ -210,6 +210,8 @@ def test_bad_randomizations(kwargs, error, message):
         ({"field": "dof_damping", "names": ["upper"]}, r"no jnt 'upper' .*'shoulder', 'elbow'"),
         ({"field": "opt.gravity", "names": ["upper"]}, "opt.gravity do not belong to objects"),
         ({"field": "qpos0"}, "qpos0 is what an episode's initial state starts from"),
+        ({"field": "opt.timestep"}, "opt.timestep is the same in all environments"),
+        ({"field": "actuator_ctrlrange"}, "actuator_ctrlrange is the range of the action"),
         ({"columns": [0]}, r"body_mass has no columns \[0\]: its shape is \(6,\)"),
         ({"field": "geom_friction", "columns": [3]}, r"no columns \[3\]: its shape is \(5, 3\)"),
         ({"field": "geom_friction", "columns": [-1]}, r"no columns \[-1\]"),

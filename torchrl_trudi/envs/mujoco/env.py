@@ -640,8 +640,8 @@ class MujocoBatchEnv(EnvBase):
 
     def _task_code(self) -> torch.Tensor:
         """A number for the task, by which a checkpoint of another one with equal sizes is told."""
-        name = f"{type(self.task).__module__}.{type(self.task).__qualname__}"
-        return torch.tensor(zlib.crc32(name.encode()))
+        # Without the module: that of a script has another name in the processes it spawns.
+        return torch.tensor(zlib.crc32(type(self.task).__qualname__.encode()))
 
     def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
         """Restores what :meth:`get_extra_state` returned.
