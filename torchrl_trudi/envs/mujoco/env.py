@@ -475,13 +475,13 @@ class MujocoBatchEnv(EnvBase):
         qpos, qvel = self.task.initial_state(sims, rng)
         for draws, field in zip(self._draws, self._randomized, strict=True):
             draws[rows] = field.sample(rows, rng)
+        self._check_initial_state(rows, qpos, qvel)
         if self._randomized:
             driver.set_const(rows)
         self._write_state(rows, qpos, qvel)
 
-    def _write_state(self, rows: np.ndarray, qpos: np.ndarray, qvel: np.ndarray) -> None:
-        """Starts an episode in a state."""
-        driver = self._driver
+    @staticmethod
+    def _check_initial_state(rows: np.ndarray, qpos: np.ndarray, qvel: np.ndarray) -> None:
         for name, array in (("qpos", qpos), ("qvel", qvel)):
             # MuJoCo would put the default state in place of such numbers.
             with np.errstate(invalid="ignore"):
@@ -492,6 +492,10 @@ class MujocoBatchEnv(EnvBase):
                     f"the initial {name} is not finite, or not below {mujoco.mjMAXVAL:g}, in the "
                     f"rows {where}."
                 )
+
+    def _write_state(self, rows: np.ndarray, qpos: np.ndarray, qvel: np.ndarray) -> None:
+        """Starts an episode in a state."""
+        driver = self._driver
         driver.bind("qpos")[rows] = qpos
         driver.bind("qvel")[rows] = qvel
         driver.forward(rows)
@@ -542,8 +546,10 @@ class MujocoBatchEnv(EnvBase):
                 raise ValueError(f"{name} is not finite.")
             arrays.append(array)
         if len(index):
+            qpos, qvel = arrays
+            self._check_initial_state(index, qpos, qvel)
             self._driver.reset(index)
-            self._write_state(index, *arrays)
+            self._write_state(index, qpos, qvel)
         return self._output(None)
 
     # State
