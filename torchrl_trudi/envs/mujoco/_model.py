@@ -34,7 +34,7 @@ def load_model(source: str | os.PathLike | mujoco.MjSpec | mujoco.MjModel) -> mu
         )
     name = "the specification"
     try:
-        # By way of a specification, since from_xml_path writes its warnings to MUJOCO_LOG.TXT.
+        # By way of a specification, whose warnings are Python's: one of them can be left out.
         with silent_compilation(), silent_physics():
             if not isinstance(source, mujoco.MjSpec):
                 name = os.path.expanduser(os.fspath(source))

@@ -773,8 +773,8 @@ class MujocoBatchEnv(EnvBase):
         """Ends the threads and frees the simulations.
 
         Keyword Args:
-            raise_if_closed (bool, optional): whether closing twice is an error. Defaults to
-                ``True``.
+            raise_if_closed (bool, optional): of the base class; closing twice is no error here.
+                Defaults to ``True``.
         """
         if self._renderer is not None and self._pid == os.getpid():
             self._renderer.close()
