@@ -48,6 +48,18 @@ def import_task(name: Any) -> str:
     return task
 
 
+def list_rows(rows: list[int]) -> str:
+    """Row numbers for a message, the first ten of them.
+
+    Args:
+        rows (list of int): the rows.
+
+    Returns:
+        str: the numbers, separated by commas.
+    """
+    return ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
+
+
 def check_choice(argument: str, given: Any, accepted: Iterable[str]) -> str:
     """Checks that an argument is one of a few names.
 

@@ -8,6 +8,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torchrl.envs.transforms import Transform
 
+from torchrl_trudi.envs._validation import list_rows
+
 
 class FiniteCheck(Transform):
     """Raises as soon as an environment returns a NaN or an infinity.
@@ -69,8 +71,7 @@ class FiniteCheck(Transform):
             raise FloatingPointError(f"the environment returned a non-finite {key!r}.")
         rows = bad.flatten(batch_dims).any(-1) if value.ndim > batch_dims else bad
         where = rows.nonzero().squeeze(-1).tolist()
-        shown = ", ".join(map(str, where[:10])) + (", ..." if len(where) > 10 else "")
         raise FloatingPointError(
             f"the environment returned a non-finite {key!r} in {len(where)} of {rows.numel()} "
-            f"rows: {shown}. The simulation has most likely diverged."
+            f"rows: {list_rows(where)}. The simulation has most likely diverged."
         )

@@ -16,7 +16,7 @@ from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_trudi.envs._seeding import first_seed
-from torchrl_trudi.envs._validation import check_choice, check_int, import_task
+from torchrl_trudi.envs._validation import check_choice, check_int, import_task, list_rows
 from torchrl_trudi.envs.mujoco._drivers import (
     DRIVERS,
     POST_CONSTRAINT_FIELDS,
@@ -411,9 +411,9 @@ class MujocoBatchEnv(EnvBase):
         if not finite:
             rows = np.flatnonzero(~np.isfinite(array).all(1))
             if len(rows):
-                shown = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
                 raise ValueError(
-                    f"the action is not finite in {len(rows)} of {self.num_envs} rows: {shown}. "
+                    f"the action is not finite in {len(rows)} of {self.num_envs} rows: "
+                    f"{list_rows(rows.tolist())}. "
                     "Nothing was stepped."
                 )
         array = array.view()
