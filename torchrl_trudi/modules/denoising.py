@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from torchrl_trudi.modules._control import ChainControl
 from torchrl_trudi.modules.distributions.gaussian import gaussian_log_prob
 from torchrl_trudi.modules.step_sizes import StepSizes, inverse_softplus
 
@@ -48,6 +49,18 @@ class PathLogProb(NamedTuple):
     terminal: torch.Tensor
     log_weight: torch.Tensor
     log_det: torch.Tensor
+
+
+def select_steps(values: torch.Tensor, steps: slice | torch.Tensor) -> torch.Tensor:
+    """Some steps of a chain: ``[*B, N, A] -> [*B, K, A]``.
+
+    Args:
+        values (torch.Tensor): one entry per step.
+        steps (slice or torch.Tensor): a slice, or indices ``[*B, K]``.
+    """
+    if isinstance(steps, slice):
+        return values[..., steps, :]
+    return values.gather(-2, steps.unsqueeze(-1).expand(*steps.shape, values.shape[-1]))
 
 
 class DenoisingModel(nn.Module):
@@ -239,41 +252,14 @@ class DenoisingModel(nn.Module):
         rate = eta / std.square()
         return 1 - rate, rate * mean if self.learn_prior else None
 
-    def _control(
-        self, network: Any, observation: torch.Tensor, steps: torch.Tensor
-    ) -> Callable[[torch.Tensor, int | None], torch.Tensor]:
-        """Control function of (latent, index), with all that does not depend on the latent hoisted.
-
-        ``index`` picks one step for a latent ``[*B, A]``; ``None`` evaluates all steps of a
-        latent ``[*B, N, A]`` in one call.
-        """
-        if hasattr(network, "forward_projected"):
-            observation_part = network.project_observation(observation)
-            step_part = network.project_steps(steps)
-
-            def control(latent: torch.Tensor, index: int | None) -> torch.Tensor:
-                if index is None:
-                    return network.forward_projected(
-                        latent, observation_part.unsqueeze(-2), step_part
-                    )
-                return network.forward_projected(latent, observation_part, step_part[index])
-
-        else:
-
-            def control(latent: torch.Tensor, index: int | None) -> torch.Tensor:
-                if index is None:
-                    repeated = observation.unsqueeze(-2).expand(
-                        *latent.shape[:-1], observation.shape[-1]
-                    )
-                    return network(latent, repeated, steps.expand(latent.shape[:-1]))
-                return network(latent, observation, steps[index])
-
-        return control
+    def _control(self, observation: torch.Tensor) -> ChainControl:
+        """The control of the forward kernels."""
+        return ChainControl(self.score_network, observation, self._steps[:-1])
 
     def _mean_function(
         self,
         eta: torch.Tensor,
-        control: Callable[[torch.Tensor, int], torch.Tensor],
+        control: ChainControl,
         score_scale: float = 1.0,
     ) -> Callable[[torch.Tensor, int], torch.Tensor]:
         """The mean of the step from ``x_n`` as a function of the latent and ``n``."""
@@ -286,7 +272,7 @@ class DenoisingModel(nn.Module):
             drifted = latent * keep[n]
             if shift is not None:
                 drifted = drifted + shift[n]
-            return torch.addcmul(drifted, gains[n], control(latent, n))
+            return torch.addcmul(drifted, gains[n], control.at(latent, n))
 
         return mean
 
@@ -351,7 +337,7 @@ class DenoisingModel(nn.Module):
         batch_shape = observation.shape[:-1]
         noise = self._check_noise(noise, batch_shape, generator)
         eta, scale = self.kernel_coefficients()
-        control = self._control(self.score_network, observation, self._steps[:-1])
+        control = self._control(observation)
         step = self._mean_function(eta, control)
         # All steps' increments at once, and views of them: no work per step but the network's.
         increments = (scale * noise[..., 1:, :]).unbind(-2)
@@ -391,7 +377,7 @@ class DenoisingModel(nn.Module):
         noise = self._check_noise(noise, observation.shape[:-1])
         eta, scale = self.kernel_coefficients(step_sizes)
         with torch.no_grad():
-            control = self._control(self.score_network, observation, self._steps[:-1])
+            control = self._control(observation)
             step = self._mean_function(eta, control)
         latent = self.initial_latent(noise[..., 0, :]) if initial_latent is None else initial_latent
         latents, means = [latent], []
@@ -423,7 +409,7 @@ class DenoisingModel(nn.Module):
             torch.Tensor: latents, ``[*B, N + 1, A]``.
         """
         eta, _ = self.kernel_coefficients()
-        control = self._control(self.score_network, observation, self._steps[:-1])
+        control = self._control(observation)
         step = self._mean_function(eta, control, score_scale)
         if initial_latent is None:
             mean, _ = self.prior()
@@ -451,17 +437,7 @@ class DenoisingModel(nn.Module):
         Returns:
             torch.Tensor: ``[*B, K, A]``.
         """
-        network: Any = self.score_network
-        if steps is None:
-            return self._control(network, observation, self._steps[:-1])(latents, None)
-        if hasattr(network, "forward_projected"):
-            return network.forward_projected(
-                latents,
-                network.project_observation(observation).unsqueeze(-2),
-                network.project_steps(self._steps[:-1])[steps],
-            )
-        repeated = observation.unsqueeze(-2).expand(*latents.shape[:-1], observation.shape[-1])
-        return network(latents, repeated, self._steps[steps])
+        return self._control(observation).along(latents, slice(None) if steps is None else steps)
 
     def score(
         self,
@@ -482,13 +458,48 @@ class DenoisingModel(nn.Module):
         Returns:
             tuple of torch.Tensor: means ``[*B, N, A]`` and scales ``[N, A]``.
         """
+        kernels = self.kernels_along(observation, latents, step_sizes=step_sizes)
+        return kernels()
+
+    def kernels_along(
+        self,
+        observation: torch.Tensor,
+        latents: torch.Tensor,
+        *,
+        step_sizes: torch.Tensor | None = None,
+    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """:meth:`score` in parts, with the observations entering the network once.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+            latents (torch.Tensor): chain ``[*B, N + 1, A]``.
+
+        Keyword Args:
+            step_sizes (torch.Tensor, optional): step sizes ``[N]`` instead of the model's own.
+
+        Returns:
+            Callable: ``kernels(rows=None, steps=slice(None))``; ``rows`` are integers that index the
+            first dimension, ``steps`` is a slice of ``K`` steps or their indices ``[*b, K]``. It
+            returns means ``[*b, K, A]`` and scales ``[K, A]`` or ``[*b, K, A]``.
+        """
         self._check_chain(latents)
         eta, scale = self.kernel_coefficients(step_sizes)
-        control = self._control(self.score_network, observation, self._steps[:-1])
-        latent = latents[..., :-1, :]
         keep, shift = self._affine_drift(eta)
-        drifted = latent * keep if shift is None else latent * keep + shift
-        return torch.addcmul(drifted, eta, control(latent, None)), scale
+        control = self._control(observation)
+
+        def kernels(
+            rows: torch.Tensor | None = None, steps: slice | torch.Tensor = slice(None)
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            part, latent = control, latents
+            if rows is not None:
+                part, latent = control.take(rows), latents[rows]
+            latent = select_steps(latent[..., :-1, :], steps)
+            drifted = latent * keep[steps]
+            if shift is not None:
+                drifted = drifted + shift[steps]
+            return torch.addcmul(drifted, eta[steps], part.along(latent, steps)), scale[steps]
+
+        return kernels
 
     def backward_mean(self, observation: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         """Means of the backward kernels ``B_n(x_n | x_{n+1})``, ``[*B, N, A]``.
@@ -501,8 +512,8 @@ class DenoisingModel(nn.Module):
         latent = latents[..., 1:, :]
         drift = self.drift(latent)
         if self.backward_network is not None:
-            control = self._control(self.backward_network, observation, self._steps[1:])
-            drift = drift + control(latent, None)
+            control = ChainControl(self.backward_network, observation, self._steps[1:])
+            drift = drift + control.along(latent)
         return latent + eta * drift
 
     def log_prob(self, observation: torch.Tensor, chain: DenoisingChain) -> PathLogProb:

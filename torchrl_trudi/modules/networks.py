@@ -194,11 +194,28 @@ class ScoreNetwork(nn.Module):
         self, latent: torch.Tensor, observation_part: torch.Tensor, step_part: torch.Tensor
     ) -> torch.Tensor:
         """Control from a latent ``[*B, A]`` and the two projected parts (broadcast)."""
-        hidden = F.linear(latent, self.input.weight[:, : self.action_dim])
-        out = self.output(self.hidden(hidden + observation_part + step_part))
+        # The sum of the parts is what the matrix product is added to: one pass over it less.
+        base = observation_part + step_part
+        shape = torch.broadcast_shapes(base.shape[:-1], latent.shape[:-1])
+        hidden = torch.addmm(
+            base.expand(*shape, -1).reshape(-1, base.shape[-1]),
+            latent.expand(*shape, -1).reshape(-1, self.action_dim),
+            self.input.weight[:, : self.action_dim].t(),
+        )
+        out = self._output(self.hidden(hidden)).view(*shape, self.action_dim)
         if self.output_clip is None:
             return out
         return out.clamp(-self.output_clip, self.output_clip)
+
+    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The output layer, ``[R, hidden_size] -> [R, A]``."""
+        missing = -self.action_dim % 8
+        if missing and hidden.device.type == "cpu" and hidden.shape[0] >= 128:
+            # A product with a multiple of 8 columns is a third faster, columns of zeros included.
+            weight = F.pad(self.output.weight, (0, 0, 0, missing))
+            bias = F.pad(self.output.bias, (0, missing))
+            return F.linear(hidden, weight, bias)[:, : self.action_dim]
+        return self.output(hidden)
 
     def forward(
         self, latent: torch.Tensor, observation: torch.Tensor, step: torch.Tensor

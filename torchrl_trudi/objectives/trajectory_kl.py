@@ -11,6 +11,7 @@ from tensordict.nn import dispatch
 from torch import nn
 from torchrl.objectives.common import LossModule
 
+from torchrl_trudi.modules.denoising import select_steps
 from torchrl_trudi.modules.distributions.gaussian import KLName, gaussian_kl
 from torchrl_trudi.modules.tensordict_module import DiffusionActor
 
@@ -252,7 +253,8 @@ class TrajectoryKLProjection(LossModule):
             return self._target_kl(tensordict, noise)
         return self._reverse_kl(tensordict, noise)
 
-    def _recorded_kl(self, tensordict: TensorDictBase) -> PathKL:
+    def _recorded(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, ...]:
+        """The recorded chain, its means and its scales, each ``[*B, ., A]``."""
         recorded = []
         for role in ("chain", "loc", "scale"):
             key = getattr(self.tensor_keys, role)
@@ -264,11 +266,89 @@ class TrajectoryKLProjection(LossModule):
                     "use old_policy='target'."
                 )
         # The old policy is a constant, also if it was recorded with gradients on.
-        latents, loc_old, scale_old = (entry.detach() for entry in recorded)
+        return tuple(entry.detach() for entry in recorded)
+
+    def _recorded_kl(self, tensordict: TensorDictBase) -> PathKL:
+        latents, loc_old, scale_old = self._recorded(tensordict)
         with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
             observation = self.actor_network.observation(tensordict)
             loc, scale = self.actor_network.module.score(observation, latents)
         return self._compare(loc_old, scale_old, loc, scale)
+
+    def sampled_penalty(self, tensordict: TensorDictBase, steps: torch.Tensor) -> torch.Tensor:
+        """An estimate of :meth:`penalty` from some steps of the recorded chain.
+
+        Args:
+            tensordict (TensorDictBase): states ``[B]`` with the recorded chain.
+            steps (torch.Tensor): indices ``[B, K]``, drawn evenly.
+
+        Returns:
+            torch.Tensor: ``[B]``, unbiased.
+        """
+        latents, *old = self._recorded(tensordict)
+        with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
+            observation = self.actor_network.observation(tensordict)
+            kernels = self.actor_network.module.kernels_along(observation, latents)
+            new = kernels(steps=steps)
+        per_step = self._compare(*(select_steps(part, steps) for part in old), *new).per_step
+        multiplier = self.multiplier.detach()
+        if self.bound == "step":
+            multiplier = multiplier[steps]
+        return self.num_steps / steps.shape[-1] * (multiplier * per_step).sum(-1)
+
+    @torch.no_grad()
+    def split(
+        self, tensordict: TensorDictBase, *, complete: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, PathKL]:
+        """Sort states into those inside and those beyond their bound, on the recorded chain.
+
+        The KL of a step is never negative. So the steps are evaluated two by two, and a state whose
+        steps exceed the bound is beyond it, whatever the others are: they are not evaluated.
+
+        Args:
+            tensordict (TensorDictBase): states ``[B]`` with the recorded chain.
+
+        Keyword Args:
+            complete (bool, optional): evaluate all steps of all states. Defaults to ``False``.
+
+        Returns:
+            tuple: integer indices of the states inside and of those beyond, and the KL of the
+            former, or, if ``complete``, of the former followed by the latter.
+        """
+        latents, loc_old, scale_old = self._recorded(tensordict)
+        size, num_steps = loc_old.shape[0], self.num_steps
+        left = torch.arange(size, device=loc_old.device)
+        inside = left.new_ones(size, dtype=torch.bool)
+        result: PathKL | None = None
+        with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
+            observation = self.actor_network.observation(tensordict)
+            kernels = self.actor_network.module.kernels_along(observation, latents)
+            for start in range(0, num_steps, 2):
+                steps = slice(start, start + 2)
+                rows = None if len(left) == size else left
+                old = (
+                    (part if rows is None else part[rows])[:, steps]
+                    for part in (loc_old, scale_old)
+                )
+                kl = self._compare(*old, *kernels(rows, steps))
+                if result is None:
+                    # What is not evaluated stays zero: the test below is that of the whole path.
+                    result = PathKL(*(part.new_zeros(size, num_steps) for part in kl))
+                for total, part in zip(result, kl, strict=True):
+                    total[left, steps] = part
+                if not complete:
+                    seen = PathKL(*(part[left] for part in result))
+                    keep = self.inside(seen)
+                    inside[left] = keep
+                    left = left[keep]
+                    if not len(left):
+                        break
+        assert result is not None
+        if complete:
+            inside = self.inside(result)
+        within, beyond = inside.nonzero().squeeze(-1), (~inside).nonzero().squeeze(-1)
+        order = torch.cat([within, beyond]) if complete else within
+        return within, beyond, PathKL(*(part[order] for part in result))
 
     def _target_kl(self, tensordict: TensorDictBase, noise: torch.Tensor | None) -> PathKL:
         actor = self.actor_network

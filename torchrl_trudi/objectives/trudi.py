@@ -15,6 +15,7 @@ from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import dispatch_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_trudi.modules.denoising import select_steps
 from torchrl_trudi.modules.distributions import gaussian_log_prob
 from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
 from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
@@ -65,11 +66,16 @@ class TruDiLoss(LossModule):
             the closed-form target of :meth:`adjoint_target`; friction and step sizes get no
             gradient from it. Defaults to ``"pathwise"``.
         num_adjoint_steps (int, optional): with ``"adjoint"``, how many of the chain's steps are
-            regressed per state, drawn without replacement; the sum is scaled to all of them.
-            Defaults to ``None``, all.
+            regressed per state, drawn without replacement; the sum is scaled to all of them. Where
+            the states are split by the gate, the KL of those beyond it is estimated in the same
+            way. Defaults to ``None``, all.
+        entropy_fraction (float, optional): where the states are split by the gate, the entropy of
+            those beyond it is needed for the temperature alone. It is estimated on this fraction
+            of them, drawn without replacement: unbiased, with less work. Defaults to ``1.0``.
 
     Raises:
-        ValueError: ``init_temperature <= 0`` or ``aux_coeff < 0``; a trust region on another actor; a
+        ValueError: ``init_temperature <= 0``, ``aux_coeff < 0``, ``entropy_fraction`` outside
+            ``(0, 1]``; a trust region on another actor; a
             critic that does not read the action.
         KeyError: missing entries in the batch.
 
@@ -147,11 +153,14 @@ class TruDiLoss(LossModule):
         split_by_gate: bool = True,
         actor_gradient: Literal["pathwise", "adjoint"] = "pathwise",
         num_adjoint_steps: int | None = None,
+        entropy_fraction: float = 1.0,
     ) -> None:
         if not init_temperature > 0:
             raise ValueError(f"init_temperature must be positive, got {init_temperature}.")
         if not aux_coeff >= 0:
             raise ValueError(f"aux_coeff must not be negative, got {aux_coeff}.")
+        if not 0 < entropy_fraction <= 1:
+            raise ValueError(f"entropy_fraction must be in (0, 1], got {entropy_fraction}.")
         if trajectory_kl is None:
             trajectory_kl = TrajectoryKLProjection(actor_network)
         elif trajectory_kl.actor_network is not actor_network:
@@ -188,6 +197,7 @@ class TruDiLoss(LossModule):
             self.register_buffer("log_temperature", log_temperature, persistent=False)
         self.target_entropy_scale = target_entropy_scale
         self.split_by_gate = split_by_gate
+        self.entropy_fraction = entropy_fraction
         # A setting, not state: a checkpoint must not bring back the one it was made with.
         self.register_buffer("aux_coeff", reference.new_tensor(float(aux_coeff)), persistent=False)
         self._has_auxiliary = (
@@ -364,15 +374,15 @@ class TruDiLoss(LossModule):
             TensorDict: ``loss_actor``, ``loss_temperature``, ``loss_kl_multiplier`` and diagnostics.
         """
         if self._splits_by_gate():
-            parts = self._gated_actor_parts(tensordict, noise)
+            loss_actor, running, saturation, kl = self._gated_actor_parts(tensordict, noise)
         else:
-            parts = self._dense_actor_parts(tensordict, noise, kl_noise)
-        loss_actor, running, action, kl = parts
+            loss_actor, running, saturation, kl = self._dense_actor_parts(
+                tensordict, noise, kl_noise
+            )
         # In units of the action box: the target then means the same for every action space.
-        with self._actor_context() as actor:
-            entropy = -(running.mean() + actor.module.log_volume()).detach()
-            saturation = self._saturation(action.detach())
-        gap = self.target_entropy_scale * action.shape[-1] + entropy
+        model = self.actor_network.module
+        entropy = -(running + model.log_volume())
+        gap = self.target_entropy_scale * model.action_dim + entropy
         loss_temperature = (
             (self.temperature * gap).sum()
             if self.log_temperature.requires_grad
@@ -420,11 +430,14 @@ class TruDiLoss(LossModule):
         with self.actor_network_params.to_module(actor, preserve_module_state=False):
             yield actor
 
+    @property
+    def _state_keys(self) -> list[NestedKey]:
+        """What the critic reads besides the action."""
+        return [key for key in self.critic_network.in_keys if key != self.tensor_keys.action]
+
     def _value(self, tensordict: TensorDictBase, action: torch.Tensor) -> torch.Tensor:
         """The critic's value of an action, its parameters held fixed, ``[*B]``."""
-        state = tensordict.select(
-            *(key for key in self.critic_network.in_keys if key != self.tensor_keys.action)
-        )
+        state = tensordict.select(*self._state_keys)
         state.set(self.tensor_keys.action, action)
         with self.critic_network_params.data.to_module(
             self.critic_network, preserve_module_state=False
@@ -444,23 +457,21 @@ class TruDiLoss(LossModule):
         with self._actor_context() as actor:
             model = actor.module
             eta = model.kernel_coefficients()[0].detach()
-            steps, scale = self._adjoint_steps(final), 1.0
-            latents = chain.latents[..., :-1, :]
-            if steps is not None:
-                scale = model.num_steps / steps.shape[-1]
-                index = steps.unsqueeze(-1).expand(*steps.shape, final.shape[-1])
-                latents, target = latents.gather(-2, index), target.gather(-2, index)
+            latents, scale, steps = chain.latents[..., :-1, :], 1.0, None
+            if self.num_adjoint_steps is not None:
+                steps = self._adjoint_steps(tensordict)
+                scale = model.num_steps / self.num_adjoint_steps
+                latents, target = select_steps(latents, steps), select_steps(target, steps)
                 eta = eta[steps]
             control = model.control(actor.observation(tensordict), latents, steps)
         residual = (eta / 4 * (control - target).square()).sum((-1, -2))
         return self.temperature.detach() * scale * residual, log_prob.running, action
 
-    def _adjoint_steps(self, final: torch.Tensor) -> torch.Tensor | None:
-        """The steps to regress at each state, ``[*B, K]``; ``None`` for all."""
-        if self.num_adjoint_steps is None:
-            return None
-        num_steps = self.actor_network.num_steps
-        keys = torch.rand(*final.shape[:-1], num_steps, device=final.device)
+    def _adjoint_steps(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """The steps to regress at each state, ``[*B, K]``."""
+        reference = self.actor_network.module.low
+        shape = (*tensordict.shape, self.actor_network.num_steps)
+        keys = torch.rand(shape, device=reference.device)
         return keys.topk(self.num_adjoint_steps, -1).indices
 
     def adjoint_target(self, tensordict: TensorDictBase, final: torch.Tensor) -> torch.Tensor:
@@ -505,10 +516,11 @@ class TruDiLoss(LossModule):
         noise: torch.Tensor | None,
         kl_noise: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL]:
-        """Both branches for every state: loss, ``running``, action, KL."""
+        """Both branches for every state: loss, means of ``running`` and of the saturation, KL."""
         objective, running, action = self._objective(tensordict, noise)
         kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
-        return self.trajectory_kl.combine(objective, kl).mean(), running, action, kl
+        loss = self.trajectory_kl.combine(objective, kl).mean()
+        return loss, running.detach().mean(), self._saturation(action.detach()), kl
 
     def _gated_actor_parts(
         self, tensordict: TensorDictBase, noise: torch.Tensor | None
@@ -519,30 +531,40 @@ class TruDiLoss(LossModule):
         size = tensordict.shape[0]
         if noise is None:
             # Drawn for all states at once, as in the dense form.
-            with self._actor_context() as actor:
-                noise = actor.module.draw_noise((size,))
+            noise = self.actor_network.module.draw_noise((size,))
         noise = noise.flatten(0, -3)
-        with torch.no_grad():
-            kl = trust_region.path_kl(tensordict)
-        inside = trust_region.inside(kl)
-        within, beyond = inside.nonzero().squeeze(-1), (~inside).nonzero().squeeze(-1)
-        losses, runnings, actions = [], [], []
+        samples_steps = self.num_adjoint_steps is not None
+        within, beyond, kl = trust_region.split(tensordict, complete=samples_steps)
+        # Indexing copies: only what is read.
+        tensordict = tensordict.select(*trust_region.in_keys, *self._state_keys)
+        loss = running = saturation = noise.new_zeros(())
         if len(within):
-            objective, running, action = self._objective(tensordict[within], noise[within])
-            losses.append(objective.sum())
-            runnings.append(running.detach())
-            actions.append(action.detach())
+            part = tensordict.select(*self.actor_network.observation_keys, *self._state_keys)
+            objective, part_running, action = self._objective(part[within], noise[within])
+            loss = objective.sum()
+            running = part_running.detach().sum()
+            saturation = len(within) * self._saturation(action.detach())
         if len(beyond):
             part = tensordict[beyond]
-            losses.append(trust_region.penalty(trust_region.path_kl(part)).sum())
+            if samples_steps:
+                penalty = trust_region.sampled_penalty(part, self._adjoint_steps(part))
+            else:
+                kl_beyond = trust_region.path_kl(part)
+                penalty = trust_region.penalty(kl_beyond)
+                pairs = zip(kl, kl_beyond, strict=True)
+                kl = PathKL(*(torch.cat([first, second.detach()]) for first, second in pairs))
+            loss = loss + penalty.sum()
             # The temperature's loss is a mean over all states.
+            noise = noise[beyond]
+            if self.entropy_fraction < 1:
+                count = max(1, round(self.entropy_fraction * len(beyond)))
+                some = torch.randperm(len(beyond), device=beyond.device)[:count]
+                part, noise = part[some], noise[some]
             with torch.no_grad(), self._actor_context() as actor:
-                action, _, log_prob = actor.rsample(part, noise[beyond])
-            runnings.append(log_prob.running)
-            actions.append(action)
-        # In another order than the states: only means are taken of these.
-        running, action = torch.cat(runnings), torch.cat(actions)
-        return sum(losses[1:], losses[0]) / size, running, action, kl
+                action, _, log_prob = actor.rsample(part, noise)
+            running = running + len(beyond) * log_prob.running.mean()
+            saturation = saturation + len(beyond) * self._saturation(action)
+        return loss / size, running / size, saturation / size, kl
 
     def _saturation(self, action: torch.Tensor) -> torch.Tensor:
         """Fraction of action entries within 1 % of a bound of the box."""

@@ -182,6 +182,7 @@ def build_loss(
         aux_coeff=config.critic.aux_coeff,
         actor_gradient=objective.actor_gradient,
         num_adjoint_steps=objective.num_adjoint_steps,
+        entropy_fraction=objective.entropy_fraction,
     )
     loss.make_value_estimator(
         "soft_td_lambda",

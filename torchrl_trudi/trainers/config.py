@@ -254,6 +254,12 @@ class ObjectiveConfig:
         "Steps of the chain that the adjoint gradient regresses per state; null takes all.",
         ge=1,
     )
+    entropy_fraction: float = option(
+        1.0,
+        "Fraction of the states beyond the trust region on which the entropy is estimated.",
+        gt=0,
+        le=1,
+    )
     reuse_actions: bool = option(
         False,
         "Bootstrap from the next row's recorded action instead of a fresh one, which saves a chain "
