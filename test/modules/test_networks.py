@@ -119,6 +119,20 @@ class TestScoreNetwork:
             cached = net.forward_projected(latent, observation_part, step_part[n])
             torch.testing.assert_close(cached, net(latent, observation, steps[n]))
 
+    def test_large_batches(self, randomize):
+        """The product with a padded output layer, and its gradient."""
+        net = make(randomize)
+        args = inputs((130,))
+        target = torch.randn(130, A, dtype=torch.float64)
+        whole = net(*args)
+        rows = torch.cat([net(*(arg[i : i + 1] for arg in args)) for i in range(130)])
+        torch.testing.assert_close(whole, rows, atol=1e-13, rtol=1e-12)
+        grads = [
+            torch.autograd.grad((out * target).sum(), list(net.parameters()))
+            for out in (whole, rows)
+        ]
+        torch.testing.assert_close(*grads, atol=1e-12, rtol=1e-10)
+
     @pytest.mark.parametrize("batch", [(), (1,), (5,), (2, 3), (2, 0, 3)])
     def test_batch_shapes(self, batch, randomize):
         net = make(randomize)

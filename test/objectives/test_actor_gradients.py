@@ -97,11 +97,44 @@ class TestSplitByGate:
             return out
 
         monkeypatch.setattr(network, "forward_projected", count)
-        out = loss.actor_loss(data)
-        inside = round(10 * out["gate_fraction"].item())
-        # One pass with a graph for each state, and without one: the KL of all, the chain of some.
-        assert sizes[True] == 10 * actor.num_steps
-        assert sizes[False] == (10 + 10 - inside) * actor.num_steps
+        per_step = TrajectoryKLProjection(actor).path_kl(data).per_step
+        sizes.update({True: 0, False: 0})
+        loss.actor_loss(data)
+        # One pass with a graph for each state, and without one: the chain of those beyond the
+        # bound, and the KL, two steps at a time, until a state is known to be beyond it.
+        seen = per_step.cumsum(-1) < eps
+        assert actor.num_steps == 3
+        assert sizes[True] == 3 * 10
+        beyond = 10 - int(seen[:, 2].sum())
+        assert sizes[False] == 2 * 10 + int(seen[:, 1].sum()) + 3 * beyond
+
+    @pytest.mark.parametrize("share", [0.0, 0.5])
+    def test_entropy_of_some_states_is_unbiased(self, share):
+        actor = make_actor()
+        data, noise = moved_batch(actor, 12), draw_noise(12)
+        kl = TrajectoryKLProjection(actor).path_kl(data).kl
+        region = {"eps": {0.0: 1e-12, 0.5: kl.median().item() * (1 + 1e-9)}[share]}
+        critic = linear_critic()
+
+        def value(fraction):
+            loss = make_loss(actor, critic, region=region, entropy_fraction=fraction)
+            return loss.actor_loss(data, noise=noise)
+
+        whole = value(1.0)
+        torch.manual_seed(0)
+        draws = [value(0.2) for _ in range(300)]
+        for key in ("entropy", "loss_temperature"):
+            values = torch.stack([out[key] for out in draws]).detach()
+            error = values.std() / len(values) ** 0.5
+            assert values.std() > 0
+            assert (values.mean() - whole[key]).abs() < 4 * error
+        for key in ("loss_actor", "loss_kl_multiplier", "kl", "gate_fraction"):
+            assert_all_close(*([out[key] for out in pair] for pair in ([whole], draws[:1])))
+
+    @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1, float("nan")])
+    def test_entropy_of_no_states(self, fraction):
+        with pytest.raises(ValueError, match=rf"in \(0, 1\], got {fraction}"):
+            make_loss(make_actor(), entropy_fraction=fraction)
 
     @pytest.mark.parametrize("region", [{"mode": "lagrangian"}, {"old_policy": "target"}], ids=str)
     def test_left_out_elsewhere(self, region):
@@ -238,6 +271,36 @@ class TestAdjoint:
         error = draws.std() / len(draws) ** 0.5
         assert (draws.mean() - whole).abs() < 4 * error
         assert draws.std() > 0
+
+    @pytest.mark.parametrize("bound", ["path", "step"])
+    def test_some_of_the_steps_of_the_kl(self, bound):
+        actor = make_actor()
+        data, noise, critic = moved_batch(actor, 6), draw_noise(6), linear_critic()
+        region = {"eps": 1e-9, "bound": bound}
+
+        def value(num_steps, split=True):
+            loss = make_loss(
+                actor,
+                critic,
+                region=region,
+                actor_gradient="adjoint",
+                num_adjoint_steps=num_steps,
+                split_by_gate=split,
+            )
+            out = loss.actor_loss(data, noise=noise).detach()
+            assert out["gate_fraction"] == 0
+            return out
+
+        whole = value(None, split=False)
+        for key, expected in whole.items():
+            torch.testing.assert_close(value(actor.num_steps)[key], expected)
+        torch.manual_seed(0)
+        draws = torch.stack([value(1) for _ in range(400)])
+        error = draws["loss_actor"].std() / len(draws) ** 0.5
+        assert (draws["loss_actor"].mean() - whole["loss_actor"]).abs() < 4 * error
+        # The logged KL and the multiplier's loss are those of all steps.
+        for key in ("kl", "kl_per_step", "loss_kl_multiplier"):
+            torch.testing.assert_close(draws[key][0], whole[key])
 
     @pytest.mark.parametrize(
         ("kwargs", "message"),

@@ -318,6 +318,42 @@ class TestSwitch:
             torch.testing.assert_close(path[key], step[key])
 
 
+class TestSplit:
+    @pytest.mark.parametrize("bound", ["path", "step"])
+    @pytest.mark.parametrize("kind", ["simplified", "full"])
+    @pytest.mark.parametrize("complete", [False, True])
+    @settings(max_examples=20, deadline=None)
+    @given(seed=st.integers(0, 2**16), quantile=st.floats(0, 1), num_steps=st.integers(1, 5))
+    def test_equals_the_whole_evaluation(self, bound, kind, complete, seed, quantile, num_steps):
+        torch.manual_seed(seed)
+        actor = make_actor(num_steps=num_steps)
+        data = make_batch(actor, 9)
+        nudge(actor, 0.05)
+        region = TrajectoryKLProjection(actor, kl=kind, bound=bound)
+        kl = PathKL(*(part.detach() for part in region.path_kl(data)))
+        values = kl.kl if bound == "path" else kl.per_step.max(-1).values * num_steps
+        # No state sits on the bound itself: the same products in another order differ in the last bit.
+        region.eps.copy_(values.quantile(quantile) * (1 + 1e-9) + 1e-15)
+        within, beyond, found = region.split(data, complete=complete)
+        inside = region.inside(kl)
+        assert within.tolist() == inside.nonzero().squeeze(-1).tolist()
+        assert beyond.tolist() == (~inside).nonzero().squeeze(-1).tolist()
+        order = torch.cat([within, beyond]) if complete else within
+        assert not found.per_step.requires_grad
+        for part, whole in zip(found, kl, strict=True):
+            torch.testing.assert_close(part, whole[order], rtol=1e-10, atol=1e-16)
+
+    def test_what_is_not_a_number_is_beyond(self, actor):
+        data = make_batch(actor, 4)
+        data["denoising", "loc"][2, 1, 0] = float("nan")
+        within, beyond, _ = TrajectoryKLProjection(actor).split(data)
+        assert within.tolist() == [0, 1, 3] and beyond.tolist() == [2]
+
+    def test_nothing_recorded(self, actor):
+        with pytest.raises(KeyError, match="recorded chain is not in the batch"):
+            TrajectoryKLProjection(actor).split(make_states(3))
+
+
 class TestOtherModes:
     kl = ([0.1, 0.1, 0.05], [0.2, 0.2, 0.2])
 

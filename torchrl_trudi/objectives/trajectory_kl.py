@@ -285,12 +285,13 @@ class TrajectoryKLProjection(LossModule):
         Returns:
             torch.Tensor: ``[B]``, unbiased.
         """
-        latents, *old = self._recorded(tensordict)
+        latents, loc_old, scale_old = self._recorded(tensordict)
         with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
             observation = self.actor_network.observation(tensordict)
             kernels = self.actor_network.module.kernels_along(observation, latents)
-            new = kernels(steps=steps)
-        per_step = self._compare(*(select_steps(part, steps) for part in old), *new).per_step
+            loc, scale = kernels(steps=steps)
+        loc_old, scale_old = select_steps(loc_old, steps), select_steps(scale_old, steps)
+        per_step = self._compare(loc_old, scale_old, loc, scale).per_step
         multiplier = self.multiplier.detach()
         if self.bound == "step":
             multiplier = multiplier[steps]
@@ -326,11 +327,9 @@ class TrajectoryKLProjection(LossModule):
             for start in range(0, num_steps, 2):
                 steps = slice(start, start + 2)
                 rows = None if len(left) == size else left
-                old = (
-                    (part if rows is None else part[rows])[:, steps]
-                    for part in (loc_old, scale_old)
-                )
-                kl = self._compare(*old, *kernels(rows, steps))
+                loc, scale = kernels(rows, steps)
+                index = slice(None) if rows is None else rows
+                kl = self._compare(loc_old[index, steps], scale_old[index, steps], loc, scale)
                 if result is None:
                     # What is not evaluated stays zero: the test below is that of the whole path.
                     result = PathKL(*(part.new_zeros(size, num_steps) for part in kl))

@@ -471,8 +471,8 @@ class TruDiLoss(LossModule):
         """The steps to regress at each state, ``[*B, K]``."""
         reference = self.actor_network.module.low
         shape = (*tensordict.shape, self.actor_network.num_steps)
-        keys = torch.rand(shape, device=reference.device)
-        return keys.topk(self.num_adjoint_steps, -1).indices
+        order = torch.rand(shape, device=reference.device).argsort(-1)
+        return order[..., : self.num_adjoint_steps]
 
     def adjoint_target(self, tensordict: TensorDictBase, final: torch.Tensor) -> torch.Tensor:
         r"""What the control of an optimal chain is, on average over chains that end in ``final``.
