@@ -70,7 +70,13 @@ def train(config: TrainConfig) -> Path:
 
     from torchrl_trudi.envs import get_observation_norm
     from torchrl_trudi.record import ScalarWriter, evaluate, plot_learning_curve
-    from torchrl_trudi.trainers.builders import build_actor, build_critic, build_env, build_loss
+    from torchrl_trudi.trainers.builders import (
+        build_actor,
+        build_critic,
+        build_env,
+        build_loss,
+        build_update,
+    )
 
     device = resolve_device(config.device)
     if config.num_threads is not None:
@@ -89,22 +95,13 @@ def train(config: TrainConfig) -> Path:
     actor = build_actor(config, env, device)
     critic = build_critic(config, env, device)
     loss = build_loss(config, actor, critic)
-    optim_actor = torch.optim.Adam(
-        loss.actor_param_groups(
-            lr=config.optim.lr,
-            dual_lr=config.optim.dual_lr,
-            weight_decay=config.optim.weight_decay,
-        )
-    )
-    optim_critic = torch.optim.Adam(
-        loss.critic_parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay
-    )
+    update = build_update(config, loss)
     optim_settings = [
         [
             {key: value for key, value in group.items() if key != "params"}
             for group in optim.param_groups
         ]
-        for optim in (optim_actor, optim_critic)
+        for optim in (update.optim_actor, update.optim_critic)
     ]
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
@@ -114,8 +111,8 @@ def train(config: TrainConfig) -> Path:
     progress: dict[str, Any] = {"frames": 0, "iterations": 0, "seconds": 0.0}
     components: dict[str, Any] = {
         "loss": loss,
-        "optim_actor": optim_actor,
-        "optim_critic": optim_critic,
+        "optim_actor": update.optim_actor,
+        "optim_critic": update.optim_critic,
     }
     if norm is not None:
         components["observation_norm"] = norm
@@ -140,7 +137,8 @@ def train(config: TrainConfig) -> Path:
                 "collector.total_frames"
             )
         # The optimisers' states bring the settings of then: those of this call count.
-        for optim, settings in zip((optim_actor, optim_critic), optim_settings, strict=True):
+        optims = (update.optim_actor, update.optim_critic)
+        for optim, settings in zip(optims, optim_settings, strict=True):
             for group, given in zip(optim.param_groups, settings, strict=True):
                 group.update(given)
         # Otherwise every resumed run would begin with the same episodes as the first.
@@ -207,33 +205,7 @@ def train(config: TrainConfig) -> Path:
             metrics = []
             for _ in range(config.optim.num_epochs):
                 for batch in buffer:
-                    critic_out = loss.critic_loss(batch)
-                    optim_critic.zero_grad()
-                    critic_out["loss_critic"].backward()
-                    critic_norm = torch.nn.utils.clip_grad_norm_(
-                        loss.critic_parameters(), config.optim.max_grad_norm
-                    )
-                    optim_critic.step()
-
-                    actor_out = loss.actor_loss(batch)
-                    total = (
-                        actor_out["loss_actor"]
-                        + actor_out["loss_temperature"]
-                        + actor_out["loss_kl_multiplier"]
-                    )
-                    optim_actor.zero_grad()
-                    total.backward()
-                    actor_norm = torch.nn.utils.clip_grad_norm_(
-                        [p for group in optim_actor.param_groups for p in group["params"]],
-                        config.optim.max_grad_norm,
-                    )
-                    optim_actor.step()
-                    metrics.append(
-                        actor_out.update(critic_out)
-                        .set("grad_norm", actor_norm)
-                        .set("grad_norm_critic", critic_norm)
-                        .detach()
-                    )
+                    metrics.append(update(batch))
 
             # All scalars of the iteration, in one transfer from the device.
             scalars = summarize(data, torch.stack(metrics), config.optim.num_minibatches)

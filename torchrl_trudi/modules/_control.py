@@ -41,8 +41,11 @@ class ChainControl:
         """At one step of all states: latent ``[*B, A] -> [*B, A]``."""
         step = self._steps[n]
         if self._projects:
-            return self._network.forward_projected(latent, self._observation, step)
-        return self._network(latent, self._observation, step)
+            control = self._network.forward_projected(latent, self._observation, step)
+        else:
+            control = self._network(latent, self._observation, step)
+        # Under autocast the network answers in a short type; the chain stays in its own.
+        return control.to(latent.dtype)
 
     def along(
         self, latents: torch.Tensor, steps: slice | torch.Tensor = slice(None)
@@ -81,8 +84,11 @@ class ChainControl:
 
     def _along(self, latents: torch.Tensor, steps: slice | torch.Tensor) -> torch.Tensor:
         step = self._steps[steps]
+        observation = self._observation.unsqueeze(-2)
         if self._projects:
-            return self._network.forward_projected(latents, self._observation.unsqueeze(-2), step)
-        shape = latents.shape[:-1]
-        observation = self._observation.unsqueeze(-2).expand(*shape, self._observation.shape[-1])
-        return self._network(latents, observation, step.expand(shape))
+            control = self._network.forward_projected(latents, observation, step)
+        else:
+            shape = latents.shape[:-1]
+            observation = observation.expand(*shape, observation.shape[-1])
+            control = self._network(latents, observation, step.expand(shape))
+        return control.to(latents.dtype)

@@ -223,7 +223,9 @@ class HLGaussCritic(nn.Module):
         """
         embedding, logits = self._evaluate(inputs)
         out = (self.support.value(logits).unsqueeze(-1), logits, embedding)
-        return out if self.predictor is None else (*out, self.predictor(embedding))
+        if self.predictor is None:
+            return out
+        return (*out, self.predictor(embedding).to(logits.dtype))
 
     def value(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The value alone, without the predictor.
@@ -245,4 +247,6 @@ class HLGaussCritic(nn.Module):
                 f"{[tuple(x.shape) for x in inputs]}."
             )
         embedding = self.encoder(features)
-        return embedding, self.head(embedding) + PRIOR_LOGITS_SCALE * self.prior_logits
+        # Under autocast the layers answer in a short type: histograms and errors are not taken in it.
+        logits = self.head(embedding).to(features.dtype) + PRIOR_LOGITS_SCALE * self.prior_logits
+        return embedding.to(logits.dtype), logits

@@ -15,8 +15,9 @@ from torchrl_trudi.modules import (
 )
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig
+from torchrl_trudi.trainers.update import TruDiUpdate
 
-__all__ = ["build_actor", "build_critic", "build_env", "build_loss"]
+__all__ = ["build_actor", "build_critic", "build_env", "build_loss", "build_update"]
 
 
 def build_env(
@@ -191,3 +192,39 @@ def build_loss(
         reuse_actions=objective.reuse_actions,
     )
     return loss
+
+
+def build_update(config: TrainConfig, loss: TruDiLoss) -> TruDiUpdate:
+    """The optimisers, and the step that each minibatch takes with them.
+
+    Args:
+        config: the checked configuration.
+        loss: the losses.
+
+    Returns:
+        The step; its optimisers are ``update.optim_actor`` and ``update.optim_critic``.
+
+    Raises:
+        ConfigError: ``optim.cudagraphs`` without a GPU.
+    """
+    optim = config.optim
+    groups = loss.actor_param_groups(
+        lr=optim.lr, dual_lr=optim.dual_lr, weight_decay=optim.weight_decay
+    )
+    try:
+        return TruDiUpdate(
+            loss,
+            torch.optim.Adam(groups, capturable=optim.cudagraphs),
+            torch.optim.Adam(
+                loss.critic_parameters(),
+                lr=optim.lr,
+                weight_decay=optim.weight_decay,
+                capturable=optim.cudagraphs,
+            ),
+            max_grad_norm=optim.max_grad_norm,
+            compile=optim.compile,
+            autocast_dtype=torch.bfloat16 if optim.autocast else None,
+            cudagraphs=optim.cudagraphs,
+        )
+    except ValueError as error:
+        raise ConfigError(f"optim.cudagraphs: {error}") from error

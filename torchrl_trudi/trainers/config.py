@@ -284,6 +284,15 @@ class OptimConfig:
     max_grad_norm: float = option(0.5, "The gradient is scaled down to this norm.", gt=0)
     num_minibatches: int = option(8, "Minibatches per epoch.", ge=1)
     num_epochs: int = option(4, "Passes over each batch.", ge=1)
+    compile: bool = option(
+        False, "Compile the losses with torch.compile in the first update, which takes minutes."
+    )
+    autocast: bool = option(
+        False,
+        "Compute the networks of the losses in bfloat16; log-probabilities, KL and histograms stay "
+        "in float32.",
+    )
+    cudagraphs: bool = option(False, "Replay each update as one CUDA graph; needs a GPU.")
 
 
 @dataclasses.dataclass

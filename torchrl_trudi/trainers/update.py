@@ -1,0 +1,187 @@
+"""One gradient step of the critic and of the actor."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import CudaGraphModule
+from torch import nn
+
+from torchrl_trudi.objectives import TruDiLoss
+
+__all__ = ["TruDiUpdate"]
+
+_log = logging.getLogger(__name__)
+
+ACTOR_LOSSES = ("loss_actor", "loss_temperature", "loss_kl_multiplier")
+
+
+class TruDiUpdate:
+    """The published step on a minibatch: the critic's, then the actor's on the stepped critic.
+
+    Args:
+        loss (TruDiLoss): the losses.
+        optim_actor (torch.optim.Optimizer): of the policy and the duals, see
+            :meth:`~torchrl_trudi.objectives.TruDiLoss.actor_param_groups`.
+        optim_critic (torch.optim.Optimizer): of the critic.
+
+    Keyword Args:
+        max_grad_norm (float, optional): the gradients are scaled down to this norm.
+            Defaults to ``0.5``.
+        compile (bool or dict, optional): evaluate the losses through ``torch.compile``; a dict
+            holds its arguments. All minibatches must then have one size, for which the first call
+            compiles, once. If it fails, a warning says so and the losses are evaluated as
+            without it. Compiled losses evaluate both branches of the gate for every state.
+            Defaults to ``False``.
+        autocast_dtype (torch.dtype, optional): type in which the networks compute
+            (``torch.bfloat16``); log-probabilities, divergences and histograms keep the type of
+            the parameters. Defaults to ``None``, that of the parameters.
+        cudagraphs (bool, optional): replay the whole step as one CUDA graph. The optimisers must
+            be ``capturable``, the policy on a CUDA device. Defaults to ``False``.
+
+    Attributes:
+        warmup_seconds (float or None): duration of the first call if something was compiled in it.
+
+    Raises:
+        ValueError: ``max_grad_norm <= 0``; CUDA graphs of a policy on another device, or with
+            optimisers that are not capturable.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_trudi.modules import DiffusionActor, HLGaussCritic, HLGaussValueOperator
+        >>> from torchrl_trudi.objectives import TruDiLoss
+        >>> from torchrl_trudi.trainers.update import TruDiUpdate
+        >>> actor = DiffusionActor(2, 3, return_chain=True, return_dist_params=True)
+        >>> critic = HLGaussValueOperator(HLGaussCritic(5, -1.0, 1.0, hidden_size=16))
+        >>> loss = TruDiLoss(actor, critic)
+        >>> update = TruDiUpdate(
+        ...     loss,
+        ...     torch.optim.Adam(loss.actor_param_groups(lr=3e-4)),
+        ...     torch.optim.Adam(loss.critic_parameters(), lr=3e-4),
+        ... )
+        >>> with torch.no_grad():
+        ...     batch = actor(TensorDict({"observation": torch.randn(4, 3)}, [4]))
+        >>> batch["value_target"] = torch.randn(4, 1)
+        >>> batch["next", "critic", "embedding"] = torch.randn(4, 16)
+        >>> metrics = update(batch)
+        >>> metrics["grad_norm"].shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        loss: TruDiLoss,
+        optim_actor: torch.optim.Optimizer,
+        optim_critic: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float = 0.5,
+        compile: bool | dict[str, Any] = False,
+        autocast_dtype: torch.dtype | None = None,
+        cudagraphs: bool = False,
+    ) -> None:
+        if not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
+        device = next(loss.actor_parameters()).device
+        if cudagraphs:
+            if device.type != "cuda":
+                raise ValueError(f"CUDA graphs need a policy on a CUDA device, it is on {device}.")
+            for optim in (optim_actor, optim_critic):
+                if not all(group.get("capturable", False) for group in optim.param_groups):
+                    raise ValueError(
+                        "CUDA graphs need optimisers built with capturable=True, got "
+                        f"{type(optim).__name__} without."
+                    )
+        self.loss = loss
+        self.optim_actor, self.optim_critic = optim_actor, optim_critic
+        self.max_grad_norm = max_grad_norm
+        self.autocast_dtype = autocast_dtype
+        self.warmup_seconds: float | None = None
+        self._device_type = device.type
+        self._actor_loss: Callable = loss.actor_loss
+        self._critic_loss: Callable = loss.critic_loss
+        self._compiles = compile is not False
+        if self._compiles:
+            options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+            options.update(compile if isinstance(compile, dict) else {})
+            self._actor_loss = torch.compile(loss.actor_loss, **options)
+            self._critic_loss = torch.compile(loss.critic_loss, **options)
+        self._step: Callable = self._eager_step
+        if cudagraphs:
+            self._step = CudaGraphModule(self._eager_step, in_keys=list(loss.in_keys), out_keys=[])
+
+    def __call__(self, batch: TensorDictBase) -> TensorDict:
+        """Step once.
+
+        Args:
+            batch (TensorDictBase): transitions ``[B]`` with ``loss.in_keys``.
+
+        Returns:
+            TensorDict: detached losses and diagnostics, with ``grad_norm`` and
+            ``grad_norm_critic`` before clipping.
+        """
+        first = self._compiles and self.warmup_seconds is None
+        start = time.perf_counter()
+        metrics = self._step(batch.select(*self.loss.in_keys))
+        if first:
+            self.warmup_seconds = time.perf_counter() - start
+            _log.info("The first compiled update took %.0f s.", self.warmup_seconds)
+        return metrics
+
+    def _eager_step(self, batch: TensorDictBase) -> TensorDict:
+        with self._autocast():
+            critic = self._evaluate("_critic_loss", batch)
+        critic_norm = self._descend(
+            self.optim_critic, critic["loss_critic"], self.loss.critic_parameters()
+        )
+        with self._autocast():
+            actor = self._evaluate("_actor_loss", batch)
+        total = sum((actor[key] for key in ACTOR_LOSSES[1:]), actor[ACTOR_LOSSES[0]])
+        params = [p for group in self.optim_actor.param_groups for p in group["params"]]
+        actor_norm = self._descend(self.optim_actor, total, params)
+        return (
+            actor.update(critic)
+            .set("grad_norm", actor_norm)
+            .set("grad_norm_critic", critic_norm)
+            .detach()
+        )
+
+    def _autocast(self) -> AbstractContextManager:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=self.autocast_dtype)
+
+    def _evaluate(self, name: str, batch: TensorDictBase) -> TensorDict:
+        """A loss, compiled or, where that fails, not."""
+        if not self._compiles or self.warmup_seconds is not None:
+            return getattr(self, name)(batch)
+        # Nothing has been changed yet when compilation fails: the random state apart, which both
+        # ways draw from, the losses only read.
+        try:
+            return getattr(self, name)(batch)
+        except Exception as error:
+            eager = getattr(self.loss, name.removeprefix("_"))
+            setattr(self, name, eager)
+            out = eager(batch)  # raises again what is no matter of compilation
+            reason = (str(error).strip().splitlines() or ["no message"])[0]
+            _log.warning(
+                "%s could not be compiled (%s: %s); it is evaluated eagerly.",
+                name.removeprefix("_"),
+                type(error).__name__,
+                reason,
+            )
+            return out
+
+    def _descend(self, optim: torch.optim.Optimizer, total: torch.Tensor, params) -> torch.Tensor:
+        """A step down the gradient; returns the gradient's norm."""
+        optim.zero_grad()
+        total.backward()
+        norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+        optim.step()
+        return norm
