@@ -72,6 +72,7 @@ def train(config: TrainConfig) -> Path:
     from torchrl_trudi.record import ScalarWriter, evaluate, plot_learning_curve
     from torchrl_trudi.trainers.builders import (
         build_actor,
+        build_buffer_transform,
         build_critic,
         build_env,
         build_loss,
@@ -107,6 +108,7 @@ def train(config: TrainConfig) -> Path:
         storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
         sampler=SamplerWithoutReplacement(),
         batch_size=config.collector.frames_per_batch // config.optim.num_minibatches,
+        transform=build_buffer_transform(config),
     )
     progress: dict[str, Any] = {"frames": 0, "iterations": 0, "seconds": 0.0}
     components: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchrl_trudi.envs.chain_cast import ChainCast
 from torchrl_trudi.envs.finite_check import FiniteCheck
 from torchrl_trudi.envs.make_env import get_observation_norm, make_env
 from torchrl_trudi.envs.mujoco import (
@@ -17,6 +18,7 @@ from torchrl_trudi.envs.observation_norm import RunningObservationNorm
 from torchrl_trudi.envs.running_mean_var import RunningMeanVar
 
 __all__ = [
+    "ChainCast",
     "FiniteCheck",
     "ModelRandomization",
     "MujocoBatchEnv",

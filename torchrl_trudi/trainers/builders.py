@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torchrl.envs import EnvBase
 
-from torchrl_trudi.envs import RunningObservationNorm, make_env
+from torchrl_trudi.envs import ChainCast, RunningObservationNorm, make_env
 from torchrl_trudi.modules import (
     DiffusionActor,
     HLGaussCritic,
@@ -17,7 +17,14 @@ from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig
 from torchrl_trudi.trainers.update import TruDiUpdate
 
-__all__ = ["build_actor", "build_critic", "build_env", "build_loss", "build_update"]
+__all__ = [
+    "build_actor",
+    "build_buffer_transform",
+    "build_critic",
+    "build_env",
+    "build_loss",
+    "build_update",
+]
 
 
 def build_env(
@@ -192,6 +199,16 @@ def build_loss(
         reuse_actions=objective.reuse_actions,
     )
     return loss
+
+
+def build_buffer_transform(config: TrainConfig) -> ChainCast | None:
+    """What keeps the batch of an iteration small, or ``None``.
+
+    Args:
+        config: the checked configuration.
+    """
+    name = config.collector.chain_dtype
+    return None if name == "float32" else ChainCast(getattr(torch, name))
 
 
 def build_update(config: TrainConfig, loss: TruDiLoss) -> TruDiUpdate:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torchrl_trudi.modules.step_sizes import ScheduleName
 
     ActorGradientName = Literal["pathwise", "adjoint"]
+    ChainDtypeName = Literal["float32", "bfloat16", "float16"]
     BackendName = Literal["auto", "mujoco", "gymnasium"]
     VectorizationName = Literal["sync", "async"]
     LearnStepSizes = Literal["none", "shared", "per_step"]
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 else:
     # OmegaConf knows no literal types: at run time the choices of the options do their work.
     ActivationName = ActorGradientName = BackendName = NormName = ScheduleName = str
-    VectorizationName = LearnStepSizes = str
+    ChainDtypeName = VectorizationName = LearnStepSizes = str
     FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
 
 __all__ = [
@@ -133,6 +134,12 @@ class CollectorConfig:
         "Environment steps between updates, over all environments; a multiple of env.num_envs and "
         "of optim.num_minibatches.",
         ge=1,
+    )
+    chain_dtype: ChainDtypeName = option(
+        "float32",
+        "Type in which the batch of an iteration keeps the recorded chains; a shorter one halves "
+        "their memory and rounds the path KL by about 1e-5 (docs/performance.md).",
+        choices=("float32", "bfloat16", "float16"),
     )
 
 

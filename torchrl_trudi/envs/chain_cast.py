@@ -1,0 +1,94 @@
+"""A recorded chain in half the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from torchrl.envs.transforms import Transform
+
+__all__ = ["ChainCast"]
+
+
+class ChainCast(Transform):
+    r"""Stores the chain of a :class:`~torchrl_trudi.modules.DiffusionActor` in a short float type.
+
+    For replay buffers: entries are cast when they are written and restored when they are sampled.
+    Means are stored as increments :math:`\mu_n(x_n) - x_n`. That is what makes a short type
+    harmless: the path KL compares :math:`\mu_n` with the new policy's mean at the *stored*
+    :math:`x_n`, so that rounding :math:`x_n` moves both, and an increment is rounded by much less
+    than the mean itself, whose rounding error would count in full against the narrow kernels of the
+    last steps.
+
+    Args:
+        dtype (torch.dtype): ``torch.bfloat16`` or ``torch.float16``.
+        chain (NestedKey, optional): chain ``[*B, N + 1, A]``. Defaults to ``("denoising", "chain")``.
+        loc (NestedKey, optional): means ``[*B, N, A]``. Defaults to ``("denoising", "loc")``.
+        others (sequence of NestedKey, optional): entries that are cast as they are.
+            Defaults to ``[("denoising", "scale")]``.
+
+    Raises:
+        ValueError: another dtype.
+        KeyError: an entry is missing when a batch is written.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+        >>> from torchrl_trudi.envs import ChainCast
+        >>> from torchrl_trudi.modules import DiffusionActor
+        >>> actor = DiffusionActor(2, 3, return_chain=True, return_dist_params=True)
+        >>> data = actor(TensorDict({"observation": torch.randn(4, 3)}, [4])).detach()
+        >>> buffer = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(4), transform=ChainCast(torch.bfloat16), batch_size=4
+        ... )
+        >>> _ = buffer.extend(data)
+        >>> buffer.storage[:]["denoising", "chain"].dtype
+        torch.bfloat16
+        >>> buffer.sample()["denoising", "chain"].dtype
+        torch.float32
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        chain: NestedKey = ("denoising", "chain"),
+        loc: NestedKey = ("denoising", "loc"),
+        others: Sequence[NestedKey] = (("denoising", "scale"),),
+    ) -> None:
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {dtype}.")
+        super().__init__()
+        self.dtype = dtype
+        self.chain, self.loc = unravel_key(chain), unravel_key(loc)
+        self.others = [unravel_key(key) for key in others]
+        # The type to restore, known from the first batch that is written.
+        self._restored: torch.dtype | None = None
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Cast what is written."""
+        chain, loc = tensordict.get(self.chain, None), tensordict.get(self.loc, None)
+        for key, value in ((self.chain, chain), (self.loc, loc)):
+            if value is None:
+                raise KeyError(
+                    f"There is no {key!r} to cast: collect with a DiffusionActor built with "
+                    "return_chain=True and return_dist_params=True."
+                )
+        self._restored = chain.dtype
+        tensordict.set(self.loc, (loc - chain[..., :-1, :]).to(self.dtype))
+        tensordict.set(self.chain, chain.to(self.dtype))
+        for key in self.others:
+            tensordict.set(key, tensordict.get(key).to(self.dtype))
+        return tensordict
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Restore what is sampled."""
+        restored = torch.get_default_dtype() if self._restored is None else self._restored
+        chain = tensordict.get(self.chain).to(restored)
+        tensordict.set(self.loc, chain[..., :-1, :] + tensordict.get(self.loc).to(restored))
+        tensordict.set(self.chain, chain)
+        for key in self.others:
+            tensordict.set(key, tensordict.get(key).to(restored))
+        return tensordict
