@@ -11,7 +11,10 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from torchrl_trudi.modules import (
+    ChainActor,
     DiffusionActor,
+    GaussianActor,
+    GaussianNetwork,
     HLGaussCritic,
     HLGaussValueOperator,
     ScoreNetwork,
@@ -29,6 +32,19 @@ def make_actor(*, dtype=DTYPE, obs=OBS, action=ACTION, num_steps=STEPS, **kwargs
         action,
         score_network=network,
         num_steps=num_steps,
+        noise_key="noise",
+        dtype=dtype,
+        **{**dict.fromkeys(recorded, True), **kwargs},
+    )
+
+
+def make_gaussian(*, dtype=DTYPE, **kwargs) -> GaussianActor:
+    """The same with the Gaussian policy."""
+    recorded = ("return_chain", "return_dist_params", "return_log_prob", "return_path_log_prob")
+    network = GaussianNetwork(ACTION, OBS, hidden_size=8, output_gain=1.0, dtype=dtype)
+    return GaussianActor(
+        ACTION,
+        network=network,
         noise_key="noise",
         dtype=dtype,
         **{**dict.fromkeys(recorded, True), **kwargs},
@@ -70,7 +86,7 @@ def make_states(*batch: int, obs=OBS, dtype=DTYPE) -> TensorDict:
     return TensorDict({"observation": torch.randn(*batch, obs, dtype=dtype)}, batch)
 
 
-def make_batch(actor: DiffusionActor, *batch: int, **kwargs) -> TensorDict:
+def make_batch(actor: ChainActor, *batch: int, **kwargs) -> TensorDict:
     """States with what the actor records there, and the noise that it used."""
     dtype = next(actor.parameters()).dtype
     data = make_states(*batch, dtype=dtype, **kwargs)
@@ -81,7 +97,7 @@ def make_batch(actor: DiffusionActor, *batch: int, **kwargs) -> TensorDict:
         return actor(data)
 
 
-def make_rollout(actor: DiffusionActor, *batch: int) -> TensorDict:
+def make_rollout(actor: ChainActor, *batch: int) -> TensorDict:
     """A rollout [*B, T] of continuing steps in which each next row is the following state."""
     data = make_batch(actor, *batch)
     observation, dtype = data["observation"], data["observation"].dtype

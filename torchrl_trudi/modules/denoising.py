@@ -2,68 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from torchrl_trudi.modules._control import ChainControl
-from torchrl_trudi.modules.distributions.gaussian import gaussian_log_prob
+from torchrl_trudi.modules.chain_model import (
+    ChainModel,
+    DenoisingChain,
+    PathLogProb,
+    select_steps,
+)
+from torchrl_trudi.modules.distributions.gaussian import KLName, gaussian_log_prob
 from torchrl_trudi.modules.step_sizes import StepSizes, inverse_softplus
 
-__all__ = ["DenoisingChain", "DenoisingModel", "PathLogProb"]
-
-_LOG_2 = math.log(2.0)
+__all__ = ["DenoisingModel"]
 
 
-class DenoisingChain(NamedTuple):
-    """A chain and the kernels that produced it.
-
-    Fields:
-        latents (torch.Tensor): states ``x_0 .. x_N``, ``[*B, N + 1, A]``.
-        loc (torch.Tensor): means of ``x_1 .. x_N``, ``[*B, N, A]``.
-        scale (torch.Tensor): standard deviations, ``[N, A]``.
-    """
-
-    latents: torch.Tensor
-    loc: torch.Tensor
-    scale: torch.Tensor
-
-
-class PathLogProb(NamedTuple):
-    r"""Pieces of the log-probability surrogate (arXiv 2606.15260).
-
-    Fields:
-        log_prob (torch.Tensor): :math:`L = running + terminal`, ``[*B]``.
-        running (torch.Tensor): :math:`-(\log w + \log|\det|)`, ``[*B]``.
-        terminal (torch.Tensor): :math:`\log p_0(x_0)`, ``[*B]``.
-        log_weight (torch.Tensor): :math:`\log w = \sum_n \log B_n - \log F_n`, ``[*B]``.
-        log_det (torch.Tensor): log-Jacobian of the squashing into the action box, ``[*B]``.
-    """
-
-    log_prob: torch.Tensor
-    running: torch.Tensor
-    terminal: torch.Tensor
-    log_weight: torch.Tensor
-    log_det: torch.Tensor
-
-
-def select_steps(values: torch.Tensor, steps: slice | torch.Tensor) -> torch.Tensor:
-    """Some steps of a chain: ``[*B, N, A] -> [*B, K, A]``.
-
-    Args:
-        values (torch.Tensor): one entry per step.
-        steps (slice or torch.Tensor): a slice, or indices ``[*B, K]``.
-    """
-    if isinstance(steps, slice):
-        return values[..., steps, :]
-    return values.gather(-2, steps.unsqueeze(-1).expand(*steps.shape, values.shape[-1]))
-
-
-class DenoisingModel(nn.Module):
+class DenoisingModel(ChainModel):
     r"""An N-step denoising chain with a learned control (arXiv 2606.15260).
 
     The chain discretises an Ornstein-Uhlenbeck process that leaves the prior
@@ -121,9 +80,11 @@ class DenoisingModel(nn.Module):
         torch.Size([5])
     """
 
+    # The friction, and with it the scales, hardly moves: the published runs leave it out of the KL.
+    default_kl: ClassVar[KLName] = "simplified"
+    default_target_entropy_scale: ClassVar[float] = 4.0
+    step_sizes: StepSizes
     prior_std: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
     _steps: torch.Tensor
 
     def __init__(
@@ -143,12 +104,8 @@ class DenoisingModel(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(action_dim, num_steps)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        if action_dim < 1 or num_steps < 1:
-            raise ValueError(
-                f"action_dim and num_steps must be at least 1, got {action_dim} and {num_steps}."
-            )
         if friction not in ("per_dim", "scalar"):
             raise ValueError(f"friction must be 'per_dim' or 'scalar', got {friction!r}.")
         if not init_std > 0:
@@ -161,8 +118,6 @@ class DenoisingModel(nn.Module):
             )
         self.score_network = score_network
         self.backward_network = backward_network
-        self.action_dim = action_dim
-        self.num_steps = num_steps
         self.step_sizes = step_sizes
         friction_raw = inverse_softplus(
             torch.ones(action_dim if friction == "per_dim" else 1, **factory)
@@ -178,32 +133,8 @@ class DenoisingModel(nn.Module):
             self.prior_std_raw = nn.Parameter(inverse_softplus(std))
         else:
             self.register_buffer("prior_std", std)
-        low, high = self._check_bounds(low, high, std)
-        self.register_buffer("low", low.expand(action_dim).clone())
-        self.register_buffer("high", high.expand(action_dim).clone())
+        self._register_box(low, high, std)
         self.register_buffer("_steps", torch.arange(num_steps + 1, **factory), persistent=False)
-
-    def _check_bounds(
-        self, low, high, reference: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Checked as the model holds them: a box can be degenerate in its dtype only.
-        low, high = (
-            torch.as_tensor(default if bound is None else bound).to(reference)
-            for bound, default in ((low, -1.0), (high, 1.0))
-        )
-        for name, bound in (("low", low), ("high", high)):
-            if bound.ndim > 1 or (bound.ndim == 1 and bound.shape[0] != self.action_dim):
-                raise ValueError(
-                    f"{name} must be a scalar or have shape [{self.action_dim}], "
-                    f"got {tuple(bound.shape)}."
-                )
-            if not bound.isfinite().all():
-                raise ValueError(f"The action box must be bounded, got {name}={bound.tolist()}.")
-        if not (low < high).all():
-            raise ValueError(
-                f"The action box needs low < high, got low={low.tolist()}, high={high.tolist()}."
-            )
-        return low, high
 
     # -- kernels -----------------------------------------------------------------
 
@@ -277,32 +208,6 @@ class DenoisingModel(nn.Module):
         return mean
 
     # -- sampling ----------------------------------------------------------------
-
-    def draw_noise(
-        self, batch_shape: torch.Size | tuple, generator: torch.Generator | None = None
-    ) -> torch.Tensor:
-        """Standard normals for one chain per batch element, ``[*B, N + 1, A]``."""
-        return torch.randn(
-            *batch_shape,
-            self.num_steps + 1,
-            self.action_dim,
-            device=self.low.device,
-            dtype=self.low.dtype,
-            generator=generator,
-        )
-
-    def _check_noise(
-        self,
-        noise: torch.Tensor | None,
-        batch_shape: torch.Size,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        if noise is None:
-            return self.draw_noise(batch_shape, generator)
-        expected = (*batch_shape, self.num_steps + 1, self.action_dim)
-        if tuple(noise.shape) != expected:
-            raise ValueError(f"noise must have shape {expected}, got {tuple(noise.shape)}.")
-        return noise
 
     def initial_latent(self, noise: torch.Tensor) -> torch.Tensor:
         """``x_0`` from standard normals ``[*B, A]``; it carries no gradient."""
@@ -421,6 +326,13 @@ class DenoisingModel(nn.Module):
             latents.append(latent)
         return torch.stack(latents, -2)
 
+    def deterministic_chain(self, observation: torch.Tensor) -> DenoisingChain:
+        """See :meth:`ChainModel.deterministic_chain`; it starts at the prior mean."""
+        latents = self.sample_deterministic(observation)
+        # The noise-free step is the kernel's mean.
+        _, scale = self.kernel_coefficients()
+        return DenoisingChain(latents, latents[..., 1:, :], scale)
+
     # -- scoring -----------------------------------------------------------------
 
     def control(
@@ -439,28 +351,6 @@ class DenoisingModel(nn.Module):
         """
         return self._control(observation).along(latents, slice(None) if steps is None else steps)
 
-    def score(
-        self,
-        observation: torch.Tensor,
-        latents: torch.Tensor,
-        *,
-        step_sizes: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kernels of this model at the states of a given chain, all steps in one batched call.
-
-        Args:
-            observation (torch.Tensor): ``[*B, O]``.
-            latents (torch.Tensor): chain ``[*B, N + 1, A]``, from any policy.
-
-        Keyword Args:
-            step_sizes (torch.Tensor, optional): step sizes ``[N]`` instead of the model's own.
-
-        Returns:
-            tuple of torch.Tensor: means ``[*B, N, A]`` and scales ``[N, A]``.
-        """
-        kernels = self.kernels_along(observation, latents, step_sizes=step_sizes)
-        return kernels()
-
     def kernels_along(
         self,
         observation: torch.Tensor,
@@ -468,20 +358,7 @@ class DenoisingModel(nn.Module):
         *,
         step_sizes: torch.Tensor | None = None,
     ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """:meth:`score` in parts, with the observations entering the network once.
-
-        Args:
-            observation (torch.Tensor): ``[*B, O]``.
-            latents (torch.Tensor): chain ``[*B, N + 1, A]``.
-
-        Keyword Args:
-            step_sizes (torch.Tensor, optional): step sizes ``[N]`` instead of the model's own.
-
-        Returns:
-            Callable: ``kernels(rows=None, steps=slice(None))``; ``rows`` are integers that index the
-            first dimension, ``steps`` is a slice of ``K`` steps or their indices ``[*b, K]``. It
-            returns means ``[*b, K, A]`` and scales ``[K, A]`` or ``[*b, K, A]``.
-        """
+        """See :meth:`ChainModel.kernels_along`."""
         self._check_chain(latents)
         eta, scale = self.kernel_coefficients(step_sizes)
         keep, shift = self._affine_drift(eta)
@@ -539,35 +416,3 @@ class DenoisingModel(nn.Module):
         terminal = gaussian_log_prob(latents[..., 0, :], *self.prior())
         running = -(log_weight + log_det)
         return PathLogProb(running + terminal, running, terminal, log_weight, log_det)
-
-    def _check_chain(self, latents: torch.Tensor) -> None:
-        if latents.shape[-2:] != (self.num_steps + 1, self.action_dim):
-            raise ValueError(
-                f"A chain of this model has shape [*B, {self.num_steps + 1}, {self.action_dim}], "
-                f"got {tuple(latents.shape)}."
-            )
-
-    # -- squashing ---------------------------------------------------------------
-
-    def squash(self, latent: torch.Tensor) -> torch.Tensor:
-        """Action of a final latent: ``tanh``, then the affine map to ``[low, high]``; ``[*B, A]``."""
-        action = latent.tanh()
-        # Halved first: the width of a very wide box is infinite.
-        center, half = self.high / 2 + self.low / 2, self.high / 2 - self.low / 2
-        # Rounding of the affine map can leave the box by one ulp.
-        return torch.minimum(torch.maximum(center + half * action, self.low), self.high)
-
-    def log_volume(self) -> torch.Tensor:
-        r"""Log-Jacobian of the map from the unit box: :math:`\sum_i \log\frac{h_i - l_i}{2}`, a scalar.
-
-        ``log_prob + log_volume`` is the log-probability of the action in units of its box, which does
-        not depend on the units of the action space.
-        """
-        return (self.high / 2 - self.low / 2).log().sum()
-
-    def log_det(self, latent: torch.Tensor) -> torch.Tensor:
-        r"""Log-Jacobian of :meth:`squash`: :math:`\sum_i 2 (\log 2 - x_i - \mathrm{softplus}(-2 x_i)) + \log\frac{h_i - l_i}{2}`, ``[*B]``."""
-        return (2 * (_LOG_2 - latent - F.softplus(-2 * latent))).sum(-1) + self.log_volume()
-
-    def extra_repr(self) -> str:
-        return f"action_dim={self.action_dim}, num_steps={self.num_steps}"

@@ -1,14 +1,16 @@
-"""Networks of the diffusion policy."""
+"""Networks of the policies."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from tensordict.nn import NormalParamExtractor
 from torch import nn
 
-__all__ = ["ScoreNetwork", "StepEmbedding"]
+__all__ = ["GaussianNetwork", "ScoreNetwork", "StepEmbedding"]
 
 NormName = Literal["layer", "rms", "none"]
 ActivationName = Literal["gelu", "silu", "relu", "tanh", "elu", "mish"]
@@ -39,6 +41,50 @@ def make_norm(name: str, width: int, **factory) -> nn.Module:
     if name == "none":
         return nn.Identity()
     raise ValueError(f"Unknown norm {name!r}; choose 'layer', 'rms' or 'none'.")
+
+
+def _check_sizes(num_layers: int, **sizes: int) -> None:
+    if num_layers < 2:
+        raise ValueError(f"num_layers must be at least 2, got {num_layers}.")
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def _hidden_layers(
+    num_layers: int, hidden_size: int, norm: str, activation: str, factory: dict[str, Any]
+) -> nn.Sequential:
+    """What follows the first Linear layer of ``num_layers`` and precedes the last."""
+    layers: list[nn.Module] = [make_activation(activation)]
+    for _ in range(num_layers - 2):
+        layers += [
+            nn.Linear(hidden_size, hidden_size, **factory),
+            make_norm(norm, hidden_size, **factory),
+            make_activation(activation),
+        ]
+    return nn.Sequential(*layers)
+
+
+def _output_layer(
+    hidden_size: int, out_dim: int, gain: float, factory: dict[str, Any]
+) -> nn.Linear:
+    """A Linear layer without bias at first, and ``gain`` times the default initial weights."""
+    layer = nn.Linear(hidden_size, out_dim, **factory)
+    with torch.no_grad():
+        layer.weight.mul_(gain)
+        layer.bias.zero_()
+    return layer
+
+
+def _narrow_linear(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """A Linear layer with few outputs, ``[*B, hidden_size] -> [*B, out_dim]``."""
+    missing = -layer.out_features % 8
+    if missing and hidden.device.type == "cpu" and hidden.shape[:-1].numel() >= 128:
+        # A product with a multiple of 8 columns is a third faster, columns of zeros included.
+        weight = F.pad(layer.weight, (0, 0, 0, missing))
+        bias = F.pad(layer.bias, (0, missing))
+        return F.linear(hidden, weight, bias)[..., : layer.out_features]
+    return layer(hidden)
 
 
 class StepEmbedding(nn.Module):
@@ -147,33 +193,15 @@ class ScoreNetwork(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_layers < 2:
-            raise ValueError(f"num_layers must be at least 2, got {num_layers}.")
-        for name, value in (
-            ("action_dim", action_dim),
-            ("obs_dim", obs_dim),
-            ("hidden_size", hidden_size),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        _check_sizes(num_layers, action_dim=action_dim, obs_dim=obs_dim, hidden_size=hidden_size)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.action_dim = action_dim
         self.obs_dim = obs_dim
         self.output_clip = output_clip
         self.step_embedding = StepEmbedding(num_frequencies, step_dim, **factory)
         self.input = nn.Linear(action_dim + obs_dim + step_dim, hidden_size, **factory)
-        layers: list[nn.Module] = [make_activation(activation)]
-        for _ in range(num_layers - 2):
-            layers += [
-                nn.Linear(hidden_size, hidden_size, **factory),
-                make_norm(norm, hidden_size, **factory),
-                make_activation(activation),
-            ]
-        self.hidden = nn.Sequential(*layers)
-        self.output = nn.Linear(hidden_size, action_dim, **factory)
-        with torch.no_grad():
-            self.output.weight.mul_(output_gain)
-            self.output.bias.zero_()
+        self.hidden = _hidden_layers(num_layers, hidden_size, norm, activation, factory)
+        self.output = _output_layer(hidden_size, action_dim, output_gain, factory)
 
     def project_observation(self, observation: torch.Tensor) -> torch.Tensor:
         """Observation part of the first layer, ``[*B, O] -> [*B, hidden_size]``."""
@@ -202,20 +230,10 @@ class ScoreNetwork(nn.Module):
             latent.expand(*shape, -1).reshape(-1, self.action_dim),
             self.input.weight[:, : self.action_dim].t(),
         )
-        out = self._output(self.hidden(hidden)).view(*shape, self.action_dim)
+        out = _narrow_linear(self.output, self.hidden(hidden)).view(*shape, self.action_dim)
         if self.output_clip is None:
             return out
         return out.clamp(-self.output_clip, self.output_clip)
-
-    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The output layer, ``[R, hidden_size] -> [R, A]``."""
-        missing = -self.action_dim % 8
-        if missing and hidden.device.type == "cpu" and hidden.shape[0] >= 128:
-            # A product with a multiple of 8 columns is a third faster, columns of zeros included.
-            weight = F.pad(self.output.weight, (0, 0, 0, missing))
-            bias = F.pad(self.output.bias, (0, missing))
-            return F.linear(hidden, weight, bias)[:, : self.action_dim]
-        return self.output(hidden)
 
     def forward(
         self, latent: torch.Tensor, observation: torch.Tensor, step: torch.Tensor
@@ -233,3 +251,96 @@ class ScoreNetwork(nn.Module):
         return self.forward_projected(
             latent, self.project_observation(observation), self.project_steps(step)
         )
+
+
+class GaussianNetwork(nn.Module):
+    r"""Mean and standard deviation of a Gaussian policy, before the squashing.
+
+    An MLP on the observation, of the same shape as :class:`ScoreNetwork`: Linear, activation, then
+    ``num_layers - 2`` times [Linear, norm, activation], then Linear to the means and the raw scales.
+    The scale is :math:`\mathrm{softplus}(raw + b) + \sigma_{min}` with the constant :math:`b` that makes it
+    ``init_scale`` at ``raw = 0``. The output layer starts at 1e-8 times the default initialisation, so
+    that a fresh policy is the same at every observation: mean 0, standard deviation ``init_scale``.
+
+    Args:
+        action_dim (int): action size ``A``.
+        obs_dim (int): observation size ``O``.
+
+    Keyword Args:
+        num_layers (int, optional): number of Linear layers including the output, at least 2.
+            Defaults to ``3``.
+        hidden_size (int, optional): width. Defaults to ``512``.
+        norm (str, optional): ``"layer"``, ``"rms"`` or ``"none"``, on the hidden layers after the
+            first. Defaults to ``"layer"``.
+        activation (str, optional): ``"gelu"`` (exact), ``"silu"``, ``"relu"``, ``"tanh"``, ``"elu"``
+            or ``"mish"``. Defaults to ``"gelu"``.
+        init_scale (float, optional): standard deviation of a fresh policy. Defaults to ``1.0``.
+        min_scale (float, optional): smallest standard deviation :math:`\sigma_{min}`. Defaults to
+            ``0.01``.
+        output_gain (float, optional): factor on the output layer's initial weights.
+            Defaults to ``1e-8``.
+        device (torch.device, optional): device of the parameters.
+        dtype (torch.dtype, optional): dtype of the parameters.
+
+    Raises:
+        ValueError: sizes below 1, ``num_layers < 2``, unknown norm or activation, not
+            ``0 < min_scale < init_scale``; observations of another size.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_trudi.modules import GaussianNetwork
+        >>> loc, scale = GaussianNetwork(action_dim=2, obs_dim=3, hidden_size=16)(torch.randn(5, 3))
+        >>> loc.shape, scale.shape
+        (torch.Size([5, 2]), torch.Size([5, 2]))
+        >>> torch.testing.assert_close(scale, torch.ones(5, 2))
+    """
+
+    def __init__(
+        self,
+        action_dim: int,
+        obs_dim: int,
+        *,
+        num_layers: int = 3,
+        hidden_size: int = 512,
+        norm: NormName = "layer",
+        activation: ActivationName = "gelu",
+        init_scale: float = 1.0,
+        min_scale: float = 0.01,
+        output_gain: float = 1e-8,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(num_layers, action_dim=action_dim, obs_dim=obs_dim, hidden_size=hidden_size)
+        if not 0 < min_scale < init_scale < math.inf:
+            raise ValueError(
+                f"The scales must be finite with 0 < min_scale < init_scale, got "
+                f"min_scale={min_scale} and init_scale={init_scale}."
+            )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.action_dim = action_dim
+        self.obs_dim = obs_dim
+        self.input = nn.Linear(obs_dim, hidden_size, **factory)
+        self.hidden = _hidden_layers(num_layers, hidden_size, norm, activation, factory)
+        self.output = _output_layer(hidden_size, 2 * action_dim, output_gain, factory)
+        self.extractor = NormalParamExtractor(
+            f"biased_softplus_{init_scale}_{min_scale}", scale_lb=min_scale
+        )
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation at an observation.
+
+        Args:
+            observation (torch.Tensor): (normalised) observation of shape ``[*B, O]``.
+
+        Returns:
+            tuple of torch.Tensor: mean and standard deviation, each ``[*B, A]``.
+        """
+        if observation.shape[-1] != self.obs_dim:
+            raise ValueError(
+                f"The Gaussian network was built for observations of size {self.obs_dim}, "
+                f"got {observation.shape[-1]} (shape {tuple(observation.shape)})."
+            )
+        hidden = self.hidden(self.input(observation))
+        # Under autocast the layers answer in a short type: the scale is not taken in it.
+        return self.extractor(_narrow_linear(self.output, hidden).to(observation.dtype))

@@ -11,9 +11,9 @@ from tensordict.nn import dispatch
 from torch import nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_trudi.modules.denoising import select_steps
+from torchrl_trudi.modules.chain_model import select_steps
 from torchrl_trudi.modules.distributions.gaussian import KLName, gaussian_kl
-from torchrl_trudi.modules.tensordict_module import DiffusionActor
+from torchrl_trudi.modules.tensordict_module import ChainActor
 
 __all__ = ["PathKL", "TrajectoryKLProjection"]
 
@@ -40,6 +40,8 @@ class PathKL(NamedTuple):
 
 class TrajectoryKLProjection(LossModule):
     r"""Trust region that holds a diffusion policy to the old one at every denoising step (arXiv 2606.15260).
+
+    Of a Gaussian policy, whose chain has one step, it is the KL trust region of REPPO (arXiv 2507.11019).
 
     The KL divergence of the path measures bounds that of the action distributions, and is a sum of
     closed-form Gaussian terms along a path drawn from the old policy:
@@ -69,13 +71,14 @@ class TrajectoryKLProjection(LossModule):
     :class:`~torchrl_trudi.objectives.TruDiLoss` does.
 
     Args:
-        actor_network (DiffusionActor): the policy.
+        actor_network (ChainActor): the policy.
 
     Keyword Args:
         mode (str, optional): ``"switch"``, ``"penalty"``, ``"lagrangian"`` or ``"none"``.
             Defaults to ``"switch"``.
         kl (str, optional): ``"simplified"`` (published) or ``"full"``, see
-            :func:`~torchrl_trudi.modules.gaussian_kl`. Defaults to ``"simplified"``.
+            :func:`~torchrl_trudi.modules.gaussian_kl`. Defaults to ``None``, the policy's own:
+            ``"simplified"`` for a diffusion policy, ``"full"`` for a Gaussian.
         direction (str, optional): ``"forward"``, KL(old || new) on old paths, or ``"reverse"``,
             full KL(new || old) on one differentiable new path, which needs ``old_policy="target"``.
             Defaults to ``"forward"``.
@@ -129,16 +132,16 @@ class TrajectoryKLProjection(LossModule):
         scale: NestedKey = ("denoising", "scale")
 
     default_keys = _AcceptedKeys
-    actor_network: DiffusionActor
+    actor_network: ChainActor
     actor_network_params: TensorDictParams
     target_actor_network_params: TensorDictParams
 
     def __init__(
         self,
-        actor_network: DiffusionActor,
+        actor_network: ChainActor,
         *,
         mode: Mode = "switch",
-        kl: KLName = "simplified",
+        kl: KLName | None = None,
         direction: Literal["forward", "reverse"] = "forward",
         bound: Literal["path", "step"] = "path",
         eps: float = 0.1,
@@ -146,6 +149,8 @@ class TrajectoryKLProjection(LossModule):
         old_policy: Literal["recorded", "target"] = "recorded",
         num_paths: int = 1,
     ) -> None:
+        if kl is None:
+            kl = actor_network.module.default_kl
         for name, value, choices in (
             ("mode", mode, MODES),
             ("kl", kl, ("simplified", "full")),
@@ -261,9 +266,9 @@ class TrajectoryKLProjection(LossModule):
             recorded.append(tensordict.get(key, None))
             if recorded[-1] is None:
                 raise KeyError(
-                    f"The recorded {role} is not in the batch (key {key}): collect with a "
-                    "DiffusionActor built with return_chain=True and return_dist_params=True, or "
-                    "use old_policy='target'."
+                    f"The recorded {role} is not in the batch (key {key}): collect with an actor "
+                    "built with return_chain=True and return_dist_params=True, or use "
+                    "old_policy='target'."
                 )
         # The old policy is a constant, also if it was recorded with gradients on.
         return tuple(entry.detach() for entry in recorded)

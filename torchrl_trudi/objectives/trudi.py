@@ -15,13 +15,24 @@ from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import dispatch_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_trudi.modules.denoising import select_steps
+from torchrl_trudi.modules.chain_model import ChainModel, select_steps
+from torchrl_trudi.modules.denoising import DenoisingModel
 from torchrl_trudi.modules.distributions import gaussian_log_prob
-from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
+from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
 from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
 __all__ = ["TruDiLoss"]
+
+
+def _steered(model: ChainModel) -> DenoisingModel:
+    """The model as one with a control, which the adjoint gradient regresses."""
+    if not isinstance(model, DenoisingModel):
+        raise ValueError(
+            "actor_gradient='adjoint' regresses the control of a denoising chain, which a "
+            f"{type(model).__name__} does not have; use 'pathwise'."
+        )
+    return model
 
 
 class TruDiLoss(LossModule):
@@ -41,8 +52,11 @@ class TruDiLoss(LossModule):
     ``forward`` gives all losses of a batch at once. The published loop steps the critic first and the
     actor on the stepped critic: call :meth:`critic_loss` and :meth:`actor_loss` for that.
 
+    With a :class:`~torchrl_trudi.modules.GaussianActor`, whose chain has one step and whose :math:`L` is the
+    log-probability of the action, this is REPPO's actor (arXiv 2507.11019).
+
     Args:
-        actor_network (DiffusionActor): the policy.
+        actor_network (ChainActor): the policy.
         critic_network (HLGaussValueOperator): Q function. Any TensorDictModule that writes
             ``value`` serves :meth:`actor_loss` alone.
 
@@ -54,7 +68,7 @@ class TruDiLoss(LossModule):
         target_entropy_scale (float, optional): :math:`m_{ent}`; the target of :math:`-running` is
             ``-target_entropy_scale`` per action dimension, with the log-probability taken in units of the
             action box, so that it does not depend on the units of the action space. Defaults to
-            ``4.0``.
+            ``None``, the policy's own: ``4.0`` for a diffusion policy, ``0.5`` for a Gaussian.
         aux_coeff (float, optional): weight of the auxiliary loss. Defaults to ``1.0``.
         split_by_gate (bool, optional): with ``mode="switch"`` and the recorded old policy, evaluate
             the path KL of all states without a graph first, and then build a graph only for the
@@ -64,7 +78,7 @@ class TruDiLoss(LossModule):
         actor_gradient (str, optional): ``"pathwise"`` differentiates :math:`\\alpha L - Q` through
             the chain. ``"adjoint"`` draws the chain without a graph and regresses the control on
             the closed-form target of :meth:`adjoint_target`; friction and step sizes get no
-            gradient from it. Defaults to ``"pathwise"``.
+            gradient from it. A Gaussian policy has no control. Defaults to ``"pathwise"``.
         num_adjoint_steps (int, optional): with ``"adjoint"``, how many of the chain's steps are
             regressed per state, drawn without replacement; the sum is scaled to all of them. Where
             the states are split by the gate, the KL of those beyond it is estimated in the same
@@ -76,7 +90,7 @@ class TruDiLoss(LossModule):
     Raises:
         ValueError: ``init_temperature <= 0``, ``aux_coeff < 0``, ``entropy_fraction`` outside
             ``(0, 1]``; a trust region on another actor; a
-            critic that does not read the action.
+            critic that does not read the action; ``"adjoint"`` with a policy that has no control.
         KeyError: missing entries in the batch.
 
     Examples:
@@ -142,13 +156,13 @@ class TruDiLoss(LossModule):
 
     def __init__(
         self,
-        actor_network: DiffusionActor,
+        actor_network: ChainActor,
         critic_network: HLGaussValueOperator,
         *,
         trajectory_kl: TrajectoryKLProjection | None = None,
         init_temperature: float = 0.01,
         learn_temperature: bool = True,
-        target_entropy_scale: float = 4.0,
+        target_entropy_scale: float | None = None,
         aux_coeff: float = 1.0,
         split_by_gate: bool = True,
         actor_gradient: Literal["pathwise", "adjoint"] = "pathwise",
@@ -174,6 +188,8 @@ class TruDiLoss(LossModule):
             raise ValueError(
                 f"actor_gradient must be 'pathwise' or 'adjoint', got {actor_gradient!r}."
             )
+        if actor_gradient == "adjoint":
+            _steered(actor_network.module)
         if num_adjoint_steps is not None:
             if actor_gradient != "adjoint":
                 raise ValueError("num_adjoint_steps needs actor_gradient='adjoint'.")
@@ -195,6 +211,8 @@ class TruDiLoss(LossModule):
             self.log_temperature = nn.Parameter(log_temperature)
         else:
             self.register_buffer("log_temperature", log_temperature, persistent=False)
+        if target_entropy_scale is None:
+            target_entropy_scale = actor_network.module.default_target_entropy_scale
         self.target_entropy_scale = target_entropy_scale
         self.split_by_gate = split_by_gate
         self.entropy_fraction = entropy_fraction
@@ -214,7 +232,7 @@ class TruDiLoss(LossModule):
     # The actor's parameters are registered once, in the trust region.
 
     @property
-    def actor_network(self) -> DiffusionActor:
+    def actor_network(self) -> ChainActor:
         """The policy."""
         return self.trajectory_kl.actor_network
 
@@ -424,7 +442,7 @@ class TruDiLoss(LossModule):
         return objective, log_prob.running, action
 
     @contextmanager
-    def _actor_context(self) -> Iterator[DiffusionActor]:
+    def _actor_context(self) -> Iterator[ChainActor]:
         """The policy, with its parameters."""
         actor = self.actor_network
         with self.actor_network_params.to_module(actor, preserve_module_state=False):
@@ -455,7 +473,7 @@ class TruDiLoss(LossModule):
         final = chain.latents[..., -1, :]
         target = self.adjoint_target(tensordict, final)
         with self._actor_context() as actor:
-            model = actor.module
+            model = _steered(actor.module)
             eta = model.kernel_coefficients()[0].detach()
             latents, scale, steps = chain.latents[..., :-1, :], 1.0, None
             if self.num_adjoint_steps is not None:
@@ -497,7 +515,7 @@ class TruDiLoss(LossModule):
         """
         temperature = self.temperature.detach()
         with torch.enable_grad(), self._actor_context() as actor:
-            model = actor.module
+            model = _steered(actor.module)
             latent = final.detach().requires_grad_(True)
             prior = gaussian_log_prob(latent, *(part.detach() for part in model.prior()))
             cost = temperature * (prior - model.log_det(latent))

@@ -12,8 +12,8 @@ from tensordict.nn import TensorDictModule, dispatch
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_trudi.modules.denoising import DenoisingChain
-from torchrl_trudi.modules.tensordict_module import DiffusionActor, HLGaussValueOperator
+from torchrl_trudi.modules.chain_model import DenoisingChain
+from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
 
 __all__ = ["SOFT_TD_LAMBDA", "SoftTDLambdaEstimator"]
@@ -44,7 +44,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         gamma (float): discount.
         lmbda (float): trace decay.
         value_network (TensorDictModule): Q function of ``(observation, action)``.
-        actor_network (DiffusionActor): the policy that draws ``a'``.
+        actor_network (ChainActor): the policy that draws ``a'``.
         temperature (float or callable): entropy temperature, or a function without arguments that
             returns it. Defaults to ``0.0``.
         mask_terminal_entropy (bool, optional): see
@@ -111,7 +111,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         gamma: float | torch.Tensor,
         lmbda: float | torch.Tensor,
         value_network: TensorDictModule,
-        actor_network: DiffusionActor,
+        actor_network: ChainActor,
         temperature: float | Callable[[], torch.Tensor] = 0.0,
         mask_terminal_entropy: bool = True,
         reuse_actions: bool = False,
@@ -318,8 +318,8 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         missing = [key for key in recorded if tensordict.get(key, None) is None]
         if missing:
             raise KeyError(
-                f"reuse_actions=True needs the recorded entries {missing}: collect with a "
-                "DiffusionActor built with return_chain=True and return_dist_params=True."
+                f"reuse_actions=True needs the recorded entries {missing}: collect with an "
+                "actor built with return_chain=True and return_dist_params=True."
             )
 
     def _sample(self, states: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:

@@ -134,7 +134,7 @@ class DenoisingPath(Distribution):
         return self._reduce(gaussian_log_prob(value[..., 1:, :], self.loc, self.scale))
 
     def entropy(self) -> torch.Tensor:
-        """Entropy of the transitions in nats, ``[*B]`` or ``[*B, N]``; exact, since the scales depend on no state."""
+        """Entropy of the transitions in nats, ``[*B]`` or ``[*B, N]``; exact, since the scales depend on no latent."""
         return self._reduce(gaussian_entropy(self.scale.expand_as(self.loc)))
 
     def kl(self, other: DenoisingPath, kind: KLName = "full") -> torch.Tensor:

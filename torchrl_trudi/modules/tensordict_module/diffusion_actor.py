@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_batchedtensor, unravel_key
-from tensordict.nn import (
-    InteractionType,
-    ProbabilisticTensorDictModule,
-    dispatch,
-    set_skip_existing,
-)
-from tensordict.nn.probabilistic import interaction_type
+from tensordict import NestedKey
+from tensordict.nn import InteractionType
 from torch import nn
-from torchrl.data import Bounded, Composite, TensorSpec
-from torchrl.modules import SafeModule
+from torchrl.data import TensorSpec
 
-from torchrl_trudi.modules.denoising import DenoisingChain, DenoisingModel, PathLogProb
-from torchrl_trudi.modules.distributions import DenoisingPath
+from torchrl_trudi.modules.denoising import DenoisingModel
 from torchrl_trudi.modules.networks import ScoreNetwork
 from torchrl_trudi.modules.step_sizes import StepSizes
+from torchrl_trudi.modules.tensordict_module.chain_actor import ChainActor, action_entry
 
 __all__ = ["DiffusionActor"]
 
 
-def action_bounds(spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds ``[A]`` of a box action spec, batched or not.
-
-    Args:
-        spec (TensorSpec): the action spec.
-
-    Returns:
-        tuple of torch.Tensor: ``low`` and ``high``, each ``[A]``.
-
-    Raises:
-        NotImplementedError: the spec is discrete or unbounded.
-        ValueError: the bounds differ between the batch rows of the spec.
-    """
-    if not isinstance(spec, Bounded) or not spec.dtype.is_floating_point:
-        raise NotImplementedError(
-            "DiffusionActor acts in a continuous box: it needs a floating-point Bounded spec, "
-            f"got {spec}."
-        )
-    low, high = spec.space.low, spec.space.high
-    if low.ndim == 0:
-        raise ValueError(f"The action spec needs a last dimension, got a scalar: {spec}.")
-    if not (low.isfinite().all() and high.isfinite().all()):
-        raise NotImplementedError(
-            f"DiffusionActor squashes into a bounded box, but the action spec is unbounded: {spec}."
-        )
-    low, high = (bound.reshape(-1, bound.shape[-1]) for bound in (low, high))
-    if not ((low == low[:1]).all() and (high == high[:1]).all()):
-        raise ValueError(
-            f"The action bounds must be the same for all rows of a batched spec, got {spec}."
-        )
-    return low[0], high[0]
-
-
-class DiffusionActor(SafeModule):
+class DiffusionActor(ChainActor):
     r"""Actor that samples actions by an N-step denoising chain and can record the chain (arXiv 2606.15260).
 
     Under ``RANDOM`` exploration (the default outside of any context, see
@@ -155,26 +114,6 @@ class DiffusionActor(SafeModule):
         torch.Size([4])
     """
 
-    @dataclass
-    class _AcceptedKeys:
-        """Tensordict keys that can be set with ``set_keys``.
-
-        Attributes:
-            chain (NestedKey): the chain. Defaults to ``("denoising", "chain")``.
-            loc (NestedKey): the kernels' means. Defaults to ``("denoising", "loc")``.
-            scale (NestedKey): the kernels' scales. Defaults to ``("denoising", "scale")``.
-            log_prob (NestedKey): the log-probability surrogate. Defaults to ``("denoising", "log_prob")``.
-            path_log_prob (NestedKey): the forward log-probability of the chain. Defaults to
-                ``("denoising", "path_log_prob")``.
-        """
-
-        chain: NestedKey = ("denoising", "chain")
-        loc: NestedKey = ("denoising", "loc")
-        scale: NestedKey = ("denoising", "scale")
-        log_prob: NestedKey = ("denoising", "log_prob")
-        path_log_prob: NestedKey = ("denoising", "path_log_prob")
-
-    default_keys = _AcceptedKeys
     module: DenoisingModel
 
     def __init__(
@@ -205,29 +144,7 @@ class DiffusionActor(SafeModule):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        in_keys = ["observation"] if in_keys is None else list(in_keys)
-        out_keys = ["action"] if out_keys is None else list(out_keys)
-        if len(out_keys) != 1:
-            raise ValueError(
-                "out_keys is the action key alone; the chain's keys are set with set_keys. "
-                f"Got {out_keys}."
-            )
-        if event_dims not in (1, 2):
-            raise ValueError(f"event_dims must be 1 (per step) or 2 (path), got {event_dims}.")
-        action_key = unravel_key(out_keys[0])
-        low = high = None
-        if spec is not None:
-            if isinstance(spec, Composite) and action_key not in spec.keys(True, True):
-                raise KeyError(
-                    f"The spec has no entry {action_key!r}; it has {list(spec.keys(True, True))}."
-                )
-            action_spec = spec[action_key] if isinstance(spec, Composite) else spec
-            low, high = action_bounds(action_spec)
-            if low.shape[-1] != action_dim:
-                raise ValueError(
-                    f"action_dim is {action_dim}, but the spec has {low.shape[-1]} dimensions."
-                )
-            spec = Composite({action_key: action_spec}, shape=action_spec.shape[:-1])
+        action = action_entry(spec, out_keys, action_dim)
         if score_network is None:
             if obs_dim is None:
                 raise ValueError("Pass obs_dim, or a score_network.")
@@ -242,249 +159,23 @@ class DiffusionActor(SafeModule):
             init_std=init_std,
             learn_prior=learn_prior,
             backward_network=backward_network,
-            low=low,
-            high=high,
+            low=action.low,
+            high=action.high,
             device=device,
             dtype=dtype,
         )
-        super().__init__(module, in_keys=in_keys, out_keys=[action_key], spec=spec, safe=safe)
-        self._observation_keys: list[NestedKey] = [unravel_key(key) for key in in_keys]
-        self.action_key = action_key
-        self.return_chain = return_chain
-        self.return_dist_params = return_dist_params
-        self.return_log_prob = return_log_prob
-        self.return_path_log_prob = return_path_log_prob
-        self.event_dims = event_dims
-        self.noise_key = None if noise_key is None else unravel_key(noise_key)
-        self.default_interaction_type = InteractionType(default_interaction_type)
-        self.check_observation = check_observation
-        self._tensor_keys = self._AcceptedKeys()
-        self._wire_keys()
-
-    # -- keys ----------------------------------------------------------------------
-
-    @property
-    def tensor_keys(self) -> _AcceptedKeys:
-        """The configured tensordict keys."""
-        return self._tensor_keys
-
-    def set_keys(self, **kwargs: NestedKey) -> None:
-        """Set tensordict key names, see :class:`DiffusionActor._AcceptedKeys`.
-
-        Args:
-            **kwargs (NestedKey): new names by role (``chain``, ``loc``, ``scale``, ``log_prob``,
-                ``path_log_prob``).
-
-        Raises:
-            ValueError: an unknown role.
-        """
-        accepted = asdict(self._tensor_keys)
-        for role in kwargs:
-            if role not in accepted:
-                raise ValueError(
-                    f"{role} is not an accepted tensordict key. Accepted keys are: {list(accepted)}."
-                )
-        accepted.update({role: unravel_key(key) for role, key in kwargs.items()})
-        names = [self.action_key, *self.observation_keys, *accepted.values()]
-        if len(set(names)) < len(names):
-            raise ValueError(f"The actor's keys must differ from each other, got {names}.")
-        self._tensor_keys = self._AcceptedKeys(**accepted)
-        self._wire_keys()
-
-    def _wire_keys(self) -> None:
-        keys = self.tensor_keys
-        # Acting does not read the chain, scoring does: losses that select the actor's inputs
-        # (A2CLoss) have to keep it.
-        self.in_keys = [*self._observation_keys, keys.chain]
-        out_keys = [self.action_key]
-        if self.return_chain:
-            out_keys.append(keys.chain)
-        if self.return_dist_params:
-            out_keys += [keys.loc, keys.scale]
-        if self.return_log_prob:
-            out_keys.append(keys.log_prob)
-        if self.return_path_log_prob:
-            out_keys.append(keys.path_log_prob)
-        self.out_keys = out_keys
-        spec = Composite({self.action_key: self.spec[self.action_key]}, shape=self.spec.shape)
-        for key in out_keys[1:]:
-            spec[key] = None
-        self._spec = spec
-        # Losses of torchrl look for one such module to learn the parameters' keys (KLPENPPOLoss).
-        self.dist_module = ProbabilisticTensorDictModule(
-            in_keys={"loc": keys.loc, "scale": keys.scale},
-            out_keys=[keys.chain],
-            distribution_class=DenoisingPath,
-            distribution_kwargs={"event_dims": self.event_dims},
-            log_prob_key=keys.path_log_prob,
+        super().__init__(
+            module,
+            in_keys,
+            [action.key],
+            spec=action.spec,
+            return_chain=return_chain,
+            return_dist_params=return_dist_params,
+            return_log_prob=return_log_prob,
+            return_path_log_prob=return_path_log_prob,
+            event_dims=event_dims,
+            noise_key=noise_key,
+            default_interaction_type=default_interaction_type,
+            check_observation=check_observation,
+            safe=safe,
         )
-
-    @property
-    def dist_params_keys(self) -> list[NestedKey]:
-        """Keys of the distribution parameters: means and scales."""
-        return [self.tensor_keys.loc, self.tensor_keys.scale]
-
-    @property
-    def dist_sample_keys(self) -> list[NestedKey]:
-        """Key of the distribution's sample: the chain."""
-        return [self.tensor_keys.chain]
-
-    @property
-    def log_prob_keys(self) -> list[NestedKey]:
-        """Key of the sample's log-probability: that of the chain's transitions."""
-        return [self.tensor_keys.path_log_prob]
-
-    @property
-    def log_prob_key(self) -> NestedKey:
-        """See :attr:`log_prob_keys`."""
-        return self.tensor_keys.path_log_prob
-
-    # -- acting ----------------------------------------------------------------------
-
-    @property
-    def observation_keys(self) -> list[NestedKey]:
-        """Keys of the observations; ``in_keys`` also has the chain, which only scoring reads."""
-        return self._observation_keys
-
-    @property
-    def num_steps(self) -> int:
-        """Number of denoising steps."""
-        return self.module.num_steps
-
-    def observation(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """The network's input: the entries of ``observation_keys``, concatenated, ``[*B, O]``."""
-        keys = self.observation_keys
-        parts = [tensordict.get(key) for key in keys]
-        missing = [key for key, part in zip(keys, parts, strict=True) if part is None]
-        if missing:
-            raise KeyError(
-                f"The actor's inputs {missing} are not among the entries "
-                f"{sorted(map(str, tensordict.keys(True, True)))}."
-            )
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
-
-    def _check_finite(self, observation: torch.Tensor) -> None:
-        if (
-            not self.check_observation
-            or observation.is_cuda
-            or torch.compiler.is_compiling()
-            or is_batchedtensor(observation)
-        ):
-            return
-        if not observation.isfinite().all():
-            where = ""
-            if observation.ndim > 1:
-                rows = (~observation.isfinite()).any(-1).nonzero().tolist()
-                total = observation.shape[:-1].numel()
-                where = f" in rows {rows[:8]} ({len(rows)} of {total})"
-            raise ValueError(
-                f"The observation {self.observation_keys} has non-finite values{where}."
-            )
-
-    @dispatch(auto_batch_size=False)
-    @set_skip_existing(None)
-    def forward(self, tensordict: TensorDictBase, **kwargs) -> TensorDictBase:
-        """Act on the observation, and record what was asked for.
-
-        Entries that an earlier call left in ``tensordict`` are never read, and are overwritten.
-
-        Args:
-            tensordict (TensorDictBase): holds the observations, and optionally ``noise_key``.
-
-        Returns:
-            TensorDictBase: the input, with ``out_keys`` written.
-        """
-        observation = self.observation(tensordict)
-        self._check_finite(observation)
-        exploration = interaction_type()
-        if exploration is None:
-            exploration = self.default_interaction_type
-        if exploration == InteractionType.RANDOM:
-            noise = None if self.noise_key is None else tensordict.get(self.noise_key, None)
-            chain = self.module.sample(observation, noise)
-        else:
-            latents = self.module.sample_deterministic(observation)
-            # The noise-free step is the kernel's mean.
-            _, scale = self.module.kernel_coefficients()
-            chain = DenoisingChain(latents, latents[..., 1:, :], scale)
-        return self._write(tensordict, observation, chain)
-
-    def _write(
-        self, tensordict: TensorDictBase, observation: torch.Tensor, chain: DenoisingChain
-    ) -> TensorDictBase:
-        keys = self.tensor_keys
-        tensordict.set(self.action_key, self.module.squash(chain.latents[..., -1, :]))
-        if self.return_chain:
-            tensordict.set(keys.chain, chain.latents)
-        if self.return_dist_params:
-            tensordict.set(keys.loc, chain.loc)
-            tensordict.set(keys.scale, chain.scale.expand_as(chain.loc))
-        if self.return_log_prob:
-            tensordict.set(keys.log_prob, self.module.log_prob(observation, chain).log_prob)
-        if self.return_path_log_prob:
-            dist = DenoisingPath(chain.loc, chain.scale, self.event_dims)
-            tensordict.set(keys.path_log_prob, dist.log_prob(chain.latents))
-        return tensordict
-
-    def rsample(
-        self, tensordict: TensorDictBase, noise: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, DenoisingChain, PathLogProb]:
-        """Draw a differentiable chain whatever the exploration type, for pathwise losses.
-
-        Losses run under deterministic exploration, so they must not sample by calling the actor.
-
-        Args:
-            tensordict (TensorDictBase): holds the observations; nothing is written.
-            noise (torch.Tensor, optional): standard normals ``[*B, N + 1, A]``.
-
-        Returns:
-            tuple: action ``[*B, A]``, the chain, and its log-probability pieces.
-        """
-        observation = self.observation(tensordict)
-        chain = self.module.sample(observation, noise)
-        action = self.module.squash(chain.latents[..., -1, :])
-        return action, chain, self.module.log_prob(observation, chain)
-
-    # -- scoring ----------------------------------------------------------------------
-
-    def get_dist(self, tensordict: TensorDictBase, **kwargs) -> DenoisingPath:
-        """The current policy's kernels at the states of the recorded chain, in one batched call.
-
-        Args:
-            tensordict (TensorDictBase): holds the observations and the chain.
-
-        Returns:
-            DenoisingPath: batch shape ``[*B]``, or ``[*B, N]`` with ``event_dims=1``.
-
-        Raises:
-            KeyError: no chain in the input.
-        """
-        latents = tensordict.get(self.tensor_keys.chain, None)
-        if latents is None:
-            raise KeyError(
-                f"No chain under {self.tensor_keys.chain}: collect with an actor built with "
-                "return_chain=True."
-            )
-        loc, scale = self.module.score(self.observation(tensordict), latents)
-        return DenoisingPath(loc, scale, self.event_dims)
-
-    def build_dist_from_params(self, tensordict: TensorDictBase, **kwargs) -> DenoisingPath:
-        """The acting policy's kernels, from the recorded means and scales.
-
-        Args:
-            tensordict (TensorDictBase): holds the entries of ``dist_params_keys``.
-
-        Raises:
-            KeyError: no recorded means or scales in the input.
-        """
-        params = [tensordict.get(key, None) for key in self.dist_params_keys]
-        if any(param is None for param in params):
-            raise KeyError(
-                f"No kernel parameters under {self.dist_params_keys}: collect with an actor built "
-                "with return_dist_params=True."
-            )
-        return DenoisingPath(params[0], params[1], self.event_dims)
-
-    def log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
-        """Forward log-probability of the recorded chain under the current policy, ``[*B]`` or ``[*B, N]``."""
-        return self.get_dist(tensordict).log_prob(tensordict.get(self.tensor_keys.chain))
