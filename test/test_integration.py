@@ -291,13 +291,17 @@ def frames(run) -> list[int]:
 
 
 class TestExample:
-    def test_from_the_command_line(self, tmp_path):
+    @pytest.mark.parametrize(
+        "policy", [["policy.num_steps=3"], ["policy.kind=gaussian"]], ids=["diffusion", "gaussian"]
+    )
+    def test_from_the_command_line(self, policy, tmp_path):
         options = [
+            *policy,
             *("task=inverted_pendulum", "env.num_envs=2", "collector.total_frames=64"),
             *("collector.frames_per_batch=32", "optim.num_minibatches=2", "optim.num_epochs=1"),
             *("policy.hidden_size=8", "critic.hidden_size=8", "logger.dir=run"),
             *("logger.eval_episodes=2", "logger.progress=false", "device=cpu"),
-            *("env.max_episode_steps=30", "policy.num_steps=3", "num_threads=1"),
+            *("env.max_episode_steps=30", "num_threads=1"),
         ]
         done = command(*options, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
@@ -315,6 +319,7 @@ class TestExample:
         [
             ("collector.total_frame=64", "collector.total_frames"),
             ("task=inverted_pendulm", "inverted_pendulum"),
+            ("policy.kind=gausian", "gaussian"),
         ],
     )
     def test_a_slip_on_the_command_line(self, tmp_path, word, hint):
@@ -357,6 +362,26 @@ class TestExample:
 
         with pytest.raises(ConfigError, match=r"env.name: InvertedPendulum-v5 -> Pendulum-v1"):
             example.train(tiny(logger={"dir": target}, env={"name": "Pendulum-v1"}, resume=target))
+        assert frames(run) == [32, 64, 96, 128]
+
+    def test_gaussian_policy(self, example, tmp_path):
+        """The control arm trains, repeats, resumes and is not mixed up with the other kind."""
+        target = str(tmp_path / "run")
+        policy = {"kind": "gaussian", "num_steps": 8}
+        run = example.train(tiny(policy=policy, logger={"dir": target}))
+        scalars = read_scalars(run)
+        # One step; the policy has moved, and the full form is the KL in use.
+        assert "train/kl_per_step/0" in scalars and "train/kl_per_step/1" not in scalars
+        np.testing.assert_array_equal(scalars["train/kl"][1], scalars["train/kl_full"][1])
+        assert (scalars["train/kl"][1] > 0).all()
+        assert np.isfinite(scalars["eval/return_deterministic"][1]).all()
+        again = read_scalars(example.train(tiny(policy=policy, logger={"dir": target})))
+        np.testing.assert_array_equal(scalars["train/loss_actor"][1], again["train/loss_actor"][1])
+
+        longer = {"collector": {"total_frames": 128}, "resume": target, "logger": {"dir": target}}
+        with pytest.raises(ConfigError, match="policy.kind: gaussian -> diffusion"):
+            example.train(tiny(policy={"num_steps": 8}, **longer))
+        assert example.train(tiny(policy=policy, **longer)) == run
         assert frames(run) == [32, 64, 96, 128]
 
     def test_resume_takes_the_run_s_own_settings(self, tmp_path):

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 import torch
-from objectives._parts import make_actor, make_batch, make_critic, nudge
+from objectives._parts import make_actor, make_batch, make_critic, make_gaussian, nudge
 from torch import nn
 
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
@@ -16,9 +16,9 @@ from torchrl_trudi.trainers.update import TruDiUpdate
 ROWS = 12
 
 
-def make_loss(dtype=torch.float32, device=None, **kwargs) -> TruDiLoss:
+def make_loss(dtype=torch.float32, device=None, make=make_actor, **kwargs) -> TruDiLoss:
     torch.manual_seed(0)
-    actor = make_actor(dtype=dtype)
+    actor = make(dtype=dtype)
     region = TrajectoryKLProjection(actor, eps=0.003)
     return TruDiLoss(actor, make_critic(dtype=dtype), trajectory_kl=region, **kwargs).to(device)
 
@@ -144,6 +144,27 @@ def test_autocast():
     for key in ("value_cross_entropy", "entropy", "loss_critic"):
         torch.testing.assert_close(short[0][0][key], plain[0][0][key], rtol=0.02, atol=0.02)
         assert not torch.equal(short[0][0][key], plain[0][0][key])
+
+
+def test_gaussian_policy(caplog):
+    """It compiles in one graph, and under autocast its kernel stays in the type of the parameters."""
+    loss = make_loss(make=make_gaussian)
+    batches = make_batches(loss, 5)
+    eager = run(make_update(loss), batches)
+    update = make_update(make_loss(make=make_gaussian), compile={"backend": "aot_eager"})
+    compiled = run(update, batches)
+    assert update.warmup_seconds > 0 and "could not be compiled" not in caplog.text
+    assert_equal_runs(compiled, eager, rtol=1e-4, atol=1e-6)
+
+    loss = make_loss(make=make_gaussian)
+    seen = set()
+    network = loss.actor_network.module.network
+    network.output.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    (short,), params = run(make_update(loss, autocast_dtype=torch.bfloat16), batches[:1])
+    assert seen == {torch.bfloat16}
+    assert {value.dtype for value in (*short.values(), *params)} == {torch.float32}
+    for key in ("entropy", "loss_critic"):
+        torch.testing.assert_close(short[key], eager[0][0][key], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torchrl.envs import EnvBase
 
 from torchrl_trudi.envs import ChainCast, RunningObservationNorm, make_env
 from torchrl_trudi.modules import (
+    ChainActor,
     DiffusionActor,
+    GaussianActor,
+    GaussianNetwork,
     HLGaussCritic,
     HLGaussValueOperator,
     ScoreNetwork,
@@ -81,7 +86,7 @@ def _make_env(
 
 def build_actor(
     config: TrainConfig, env: EnvBase, device: torch.device | None = None
-) -> DiffusionActor:
+) -> ChainActor:
     """The policy, which records its chain.
 
     Args:
@@ -96,24 +101,27 @@ def build_actor(
     action_dim = env.action_spec.shape[-1]
     obs_dim = env.observation_spec["observation"].shape[-1]
 
-    def network() -> ScoreNetwork:
-        return ScoreNetwork(
-            action_dim,
-            obs_dim,
-            num_layers=policy.num_layers,
-            hidden_size=policy.hidden_size,
-            norm=policy.norm,
-            activation=policy.activation,
-            device=device,
-        )
+    sizes: dict[str, Any] = {
+        "num_layers": policy.num_layers,
+        "hidden_size": policy.hidden_size,
+        "norm": policy.norm,
+        "activation": policy.activation,
+        "device": device,
+    }
+    front: dict[str, Any] = {
+        "spec": env.action_spec.to(device),
+        "return_chain": True,
+        "return_dist_params": True,
+        "device": device,
+    }
+    if policy.kind == "gaussian":
+        network = GaussianNetwork(action_dim, obs_dim, init_scale=policy.init_scale, **sizes)
+        return GaussianActor(action_dim, network=network, **front)
 
     return DiffusionActor(
         action_dim,
-        score_network=network(),
+        score_network=ScoreNetwork(action_dim, obs_dim, **sizes),
         num_steps=policy.num_steps,
-        spec=env.action_spec.to(device),
-        return_chain=True,
-        return_dist_params=True,
         step_sizes=StepSizes(
             policy.num_steps,
             schedule=policy.step_size_schedule,
@@ -124,8 +132,10 @@ def build_actor(
         learn_friction=policy.learn_friction,
         init_std=policy.init_std,
         learn_prior=policy.learn_prior,
-        backward_network=network() if policy.backward_network else None,
-        device=device,
+        backward_network=(
+            ScoreNetwork(action_dim, obs_dim, **sizes) if policy.backward_network else None
+        ),
+        **front,
     )
 
 
@@ -157,9 +167,7 @@ def build_critic(
     )
 
 
-def build_loss(
-    config: TrainConfig, actor: DiffusionActor, critic: HLGaussValueOperator
-) -> TruDiLoss:
+def build_loss(config: TrainConfig, actor: ChainActor, critic: HLGaussValueOperator) -> TruDiLoss:
     """The TruDi loss with its trust region and value estimator.
 
     Args:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_trudi.trainers.checks import contradictions, misfits, resolve_device
 from torchrl_trudi.trainers.options import (
     ConfigError,
-    convert,
     markdown_table,
-    nearest,
     option,
     options,
-    sections,
     text_table,
 )
 
 if TYPE_CHECKING:
     from typing import Literal
-
-    import torch
 
     from torchrl_trudi.modules.networks import ActivationName, NormName
     from torchrl_trudi.modules.step_sizes import ScheduleName
@@ -34,6 +28,7 @@ if TYPE_CHECKING:
     ChainDtypeName = Literal["float32", "bfloat16", "float16"]
     BackendName = Literal["auto", "mujoco", "gymnasium"]
     VectorizationName = Literal["sync", "async"]
+    PolicyKind = Literal["diffusion", "gaussian"]
     LearnStepSizes = Literal["none", "shared", "per_step"]
     FrictionName = Literal["per_dim", "scalar"]
     ModeName = Literal["switch", "penalty", "lagrangian", "none"]
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
 else:
     # OmegaConf knows no literal types: at run time the choices of the options do their work.
     ActivationName = ActorGradientName = BackendName = NormName = ScheduleName = str
-    ChainDtypeName = VectorizationName = LearnStepSizes = str
+    ChainDtypeName = VectorizationName = PolicyKind = LearnStepSizes = str
     FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
 
 __all__ = [
@@ -145,20 +140,33 @@ class CollectorConfig:
 
 @dataclasses.dataclass
 class PolicyConfig:
-    """The diffusion policy."""
+    """The policy."""
 
     num_steps: int = option(8, "Denoising steps per action.", ge=1)
-    hidden_size: int = option(256, "Width of the score network.", ge=1)
+    kind: PolicyKind = option(
+        "diffusion",
+        "diffusion: the action is the end of a denoising chain. gaussian: tanh of a Gaussian with "
+        "state-dependent mean and scale, through the same losses; of the policy's options it reads "
+        "hidden_size, num_layers, norm, activation and init_scale, and the others have to be left at "
+        "their defaults.",
+        choices=("diffusion", "gaussian"),
+    )
+    hidden_size: int = option(256, "Width of the policy's network.", ge=1)
     num_layers: int = option(
-        3, "Linear layers of the score network, first and last included.", ge=2
+        3, "Linear layers of the policy's network, first and last included.", ge=2
     )
     norm: NormName = option(
-        "layer", "Normalisation in the score network.", choices=("layer", "rms", "none")
+        "layer", "Normalisation in the policy's network.", choices=("layer", "rms", "none")
     )
     activation: ActivationName = option(
         "gelu",
-        "Activation of the score network.",
+        "Activation of the policy's network.",
         choices=("gelu", "silu", "relu", "tanh", "elu", "mish"),
+    )
+    init_scale: float = option(
+        1.0,
+        "Standard deviation of a fresh gaussian policy, before the squashing.",
+        gt=0.01,
     )
     step_size_schedule: ScheduleName = option(
         "cosine",
@@ -194,9 +202,10 @@ class TrustRegionConfig:
         "multiplier. none: the KL is only logged.",
         choices=("switch", "penalty", "lagrangian", "none"),
     )
-    kl: KLName = option(
-        "simplified",
-        "simplified ignores the ratio of the variances of the two policies; full keeps it.",
+    kl: KLName | None = option(
+        None,
+        "simplified ignores the ratio of the variances of the two policies; full keeps it; null "
+        "takes simplified for a diffusion policy and full for a gaussian one.",
         choices=("simplified", "full"),
     )
     direction: DirectionName = option(
@@ -246,9 +255,10 @@ class ObjectiveConfig:
     gamma: float = option(0.99, "Discount factor.", gt=0, le=1)
     lmbda: float = option(0.95, "Lambda of the soft TD(lambda) returns.", ge=0, le=1)
     init_temperature: float = option(0.01, "Initial entropy temperature.", gt=0)
-    target_entropy_scale: float = option(
-        4.0,
-        "The entropy surrogate is steered towards minus this much per action dimension.",
+    target_entropy_scale: float | None = option(
+        None,
+        "The entropy (surrogate) is steered towards minus this much per action dimension; null takes "
+        "4 for a diffusion policy and 0.5 for a gaussian one.",
     )
     actor_gradient: ActorGradientName = option(
         "pathwise",
@@ -370,7 +380,7 @@ def validate(config: TrainConfig | DictConfig | Mapping[str, Any]) -> TrainConfi
             problems.append(problem)
     # Relations between options make sense only once each option does.
     if not problems:
-        problems = _contradictions(typed)
+        problems = contradictions(typed)
     try:
         resolve_device(typed.device)
     except ConfigError as error:
@@ -402,125 +412,10 @@ def _to_dataclass(config: TrainConfig | DictConfig | Mapping[str, Any]) -> Train
         typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), given))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         # OmegaConf names the first problem, in its own terms: look for all of them.
-        problems = _misfits(given) or [str(error).splitlines()[0]]
+        problems = misfits(given, TrainConfig) or [str(error).splitlines()[0]]
         raise ConfigError("\n".join(problems)) from error
     assert isinstance(typed, TrainConfig)
     return typed
-
-
-def _misfits(given: Mapping[Any, Any]) -> list[str]:
-    """Unknown keys, and values that cannot be converted to the type of their option."""
-    leaves = {leaf.key: leaf for leaf in options(TrainConfig)}
-    inner = set(sections(TrainConfig))
-    problems: list[str] = []
-
-    def check(tree: Mapping[Any, Any], prefix: str) -> None:
-        for name, value in tree.items():
-            key = f"{prefix}{name}"
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                value = dataclasses.asdict(value)
-            if key in inner and isinstance(value, Mapping):
-                check(value, f"{key}.")
-            elif key in inner:
-                problems.append(f"{key}: got {value!r}, accepted: a section of options")
-            elif key in leaves:
-                converted, problem = convert(leaves[key], value)
-                # Values of the right type outside their bounds are reported later.
-                if problem and converted is None:
-                    problems.append(problem)
-            else:
-                hint = nearest(key, [*leaves, *inner])
-                problems.append(
-                    f"{key}: unknown option" + (f", did you mean {hint!r}?" if hint else "")
-                )
-
-    check(given, "")
-    return problems
-
-
-def _contradictions(config: TrainConfig) -> list[str]:
-    """Problems between options that are each acceptable on their own."""
-    problems = []
-    collector, env, optim = config.collector, config.env, config.optim
-    critic, trust_region = config.critic, config.trust_region
-    frames = collector.frames_per_batch
-    for key, divisor in (
-        ("env.num_envs", env.num_envs),
-        ("optim.num_minibatches", optim.num_minibatches),
-    ):
-        if frames % divisor:
-            both = math.lcm(env.num_envs, optim.num_minibatches)
-            fitting = max(both, round(frames / both) * both)
-            problems.append(
-                f"collector.frames_per_batch: got {frames}, accepted: a multiple of "
-                f"{key}={divisor}, for instance {fitting}"
-            )
-    if collector.total_frames < frames:
-        problems.append(
-            f"collector.total_frames: got {collector.total_frames}, accepted: at least "
-            f"collector.frames_per_batch={frames}"
-        )
-    if not critic.vmin < critic.vmax:
-        problems.append(
-            f"critic.vmin: got {critic.vmin}, accepted: less than critic.vmax={critic.vmax}"
-        )
-    if trust_region.num_paths > 1 and trust_region.old_policy == "recorded":
-        problems.append(
-            f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
-            "trust_region.old_policy=recorded, because one path per state is recorded; more with "
-            "trust_region.old_policy=target"
-        )
-    if trust_region.direction == "reverse":
-        if trust_region.old_policy == "recorded":
-            problems.append(
-                "trust_region.direction: got 'reverse', accepted: 'forward' with "
-                "trust_region.old_policy=recorded, because the old network is not in the batch; "
-                "'reverse' with trust_region.old_policy=target"
-            )
-        if trust_region.num_paths > 1:
-            problems.append(
-                f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
-                "trust_region.direction=reverse"
-            )
-    for key, text in (("env.name", env.name), ("logger.dir", config.logger.dir)):
-        if not text.strip():
-            problems.append(f"{key}: got {text!r}, accepted: text that is not empty")
-    return problems
-
-
-def resolve_device(device: str) -> torch.device:
-    """Turn ``device`` into a device that this machine has.
-
-    Args:
-        device: ``"auto"`` (CUDA if it is available), ``"cpu"``, ``"cuda"`` or ``"cuda:INDEX"``.
-
-    Returns:
-        The device.
-
-    Raises:
-        ConfigError: if the text is something else, or this machine lacks the device.
-    """
-    # Imported here so that reading options (``--help``, a misspelt key) does not wait for it.
-    import torch
-
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
-        hint = nearest(device, ["auto", "cpu", "cuda"])
-        raise ConfigError(
-            f"device: got {device!r}{f' (did you mean {hint!r}?)' if hint else ''}, "
-            "accepted: auto | cpu | cuda | cuda:INDEX"
-        )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if ":" not in device and count:
-            # With an index: TorchRL takes "cuda" and "cuda:0" for two devices.
-            return torch.device("cuda:0")
-        if (resolved.index or 0) >= count:
-            found = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
-            raise ConfigError(f"device: got {device!r}, accepted on this machine: auto, {found}")
-    return resolved
 
 
 def config_table() -> str:
@@ -533,7 +428,7 @@ def config_table() -> str:
 
 
 _HELP = """\
-$app_name: train a diffusion policy with a trust region over its denoising path.
+$app_name: train a diffusion policy with a trust region over its denoising path (or a Gaussian one).
 
 Usage: python $script [task=TASK] [OPTION=VALUE ...]
 

@@ -1,0 +1,76 @@
+"""Options that fit no other option: those of the other kind of policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrl_trudi.trainers.checks import _OPTIONS_OF_KIND
+from torchrl_trudi.trainers.config import ConfigError, TrainConfig, validate
+from torchrl_trudi.trainers.options import options
+
+SHARED = {"kind", "hidden_size", "num_layers", "norm", "activation"}
+
+
+def refused(config) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    "section, name, value",
+    [
+        ("policy", "num_steps", 4),
+        ("policy", "step_size_schedule", "linear"),
+        ("policy", "learn_step_sizes", "shared"),
+        ("policy", "friction", "scalar"),
+        ("policy", "learn_friction", False),
+        ("policy", "init_std", 1.0),
+        ("policy", "learn_prior", True),
+        ("policy", "backward_network", True),
+        ("objective", "actor_gradient", "adjoint"),
+        ("objective", "num_adjoint_steps", 1),
+    ],
+)
+def test_a_gaussian_policy_refuses_what_it_does_not_have(section, name, value):
+    config = {"policy": {"kind": "gaussian"}}
+    validate(config)
+    config.setdefault(section, {})[name] = value
+    (line,) = refused(config)
+    assert line.startswith(f"{section}.{name}: got {value!r}, accepted: the default ")
+    assert "policy.kind=gaussian" in line and line.endswith("policy.kind=diffusion")
+
+
+def test_a_diffusion_policy_refuses_what_it_does_not_have():
+    (line,) = refused({"policy": {"init_scale": 0.5}})
+    assert line == (
+        "policy.init_scale: got 0.5, accepted: the default 1.0 with policy.kind=diffusion, which "
+        "does not have this option; other values with policy.kind=gaussian"
+    )
+    validate({"policy": {"kind": "gaussian", "init_scale": 0.5}})
+
+
+def test_what_both_have_is_accepted():
+    values = {"hidden_size": 8, "num_layers": 2, "norm": "rms", "activation": "silu"}
+    for kind in ("diffusion", "gaussian"):
+        config = {
+            "policy": {"kind": kind, **values},
+            "trust_region": {"kl": "simplified", "old_policy": "target", "bound": "step"},
+            "objective": {"target_entropy_scale": 1.0},
+        }
+        assert validate(config).trust_region.kl == "simplified"
+
+
+def test_unknown_kind():
+    (line,) = refused({"policy": {"kind": "gausian"}})
+    assert line.startswith("policy.kind: got 'gausian' (did you mean 'gaussian'?), accepted: ")
+
+
+def test_every_option_of_the_policy_is_sorted():
+    """A new option says whose it is."""
+    keys = {leaf.key for leaf in options(TrainConfig)}
+    of_kinds = [key for group in _OPTIONS_OF_KIND.values() for key in group]
+    assert len(set(of_kinds)) == len(of_kinds) and set(of_kinds) <= keys
+    policy = {key.split(".")[1] for key in keys if key.startswith("policy.")}
+    sorted_here = {key.split(".")[1] for key in of_kinds if key.startswith("policy.")}
+    assert policy == SHARED | sorted_here and not SHARED & sorted_here

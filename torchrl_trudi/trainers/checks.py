@@ -1,0 +1,192 @@
+"""Checks of a configuration as a whole: names and types, and what does not go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torchrl_trudi.trainers.options import (
+    ConfigError,
+    convert,
+    format_value,
+    nearest,
+    options,
+    sections,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchrl_trudi.trainers.config import TrainConfig
+
+__all__ = ["contradictions", "misfits", "resolve_device"]
+
+_OPTIONS_OF_KIND = {
+    "diffusion": (
+        "policy.num_steps",
+        "policy.step_size_schedule",
+        "policy.learn_step_sizes",
+        "policy.friction",
+        "policy.learn_friction",
+        "policy.init_std",
+        "policy.learn_prior",
+        "policy.backward_network",
+        "objective.actor_gradient",
+        "objective.num_adjoint_steps",
+    ),
+    "gaussian": ("policy.init_scale",),
+}
+"""Options that one kind of policy alone reads."""
+
+
+def misfits(given: Mapping[Any, Any], schema: type) -> list[str]:
+    """Unknown keys, and values that cannot be converted to the type of their option.
+
+    Args:
+        given: settings by section and name.
+        schema: dataclass of the options.
+
+    Returns:
+        One line for each problem.
+    """
+    leaves = {leaf.key: leaf for leaf in options(schema)}
+    inner = set(sections(schema))
+    problems: list[str] = []
+
+    def check(tree: Mapping[Any, Any], prefix: str) -> None:
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                value = dataclasses.asdict(value)
+            if key in inner and isinstance(value, Mapping):
+                check(value, f"{key}.")
+            elif key in inner:
+                problems.append(f"{key}: got {value!r}, accepted: a section of options")
+            elif key in leaves:
+                converted, problem = convert(leaves[key], value)
+                # Values of the right type outside their bounds are reported later.
+                if problem and converted is None:
+                    problems.append(problem)
+            else:
+                hint = nearest(key, [*leaves, *inner])
+                problems.append(
+                    f"{key}: unknown option" + (f", did you mean {hint!r}?" if hint else "")
+                )
+
+    check(given, "")
+    return problems
+
+
+def contradictions(config: TrainConfig) -> list[str]:
+    """Problems between options that are each acceptable on their own.
+
+    Args:
+        config: the configuration, every option of which is acceptable.
+
+    Returns:
+        One line for each problem.
+    """
+    problems = _options_of_another_kind(config)
+    collector, env, optim = config.collector, config.env, config.optim
+    critic, trust_region = config.critic, config.trust_region
+    frames = collector.frames_per_batch
+    for key, divisor in (
+        ("env.num_envs", env.num_envs),
+        ("optim.num_minibatches", optim.num_minibatches),
+    ):
+        if frames % divisor:
+            both = math.lcm(env.num_envs, optim.num_minibatches)
+            fitting = max(both, round(frames / both) * both)
+            problems.append(
+                f"collector.frames_per_batch: got {frames}, accepted: a multiple of "
+                f"{key}={divisor}, for instance {fitting}"
+            )
+    if collector.total_frames < frames:
+        problems.append(
+            f"collector.total_frames: got {collector.total_frames}, accepted: at least "
+            f"collector.frames_per_batch={frames}"
+        )
+    if not critic.vmin < critic.vmax:
+        problems.append(
+            f"critic.vmin: got {critic.vmin}, accepted: less than critic.vmax={critic.vmax}"
+        )
+    if trust_region.num_paths > 1 and trust_region.old_policy == "recorded":
+        problems.append(
+            f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
+            "trust_region.old_policy=recorded, because one path per state is recorded; more with "
+            "trust_region.old_policy=target"
+        )
+    if trust_region.direction == "reverse":
+        if trust_region.old_policy == "recorded":
+            problems.append(
+                "trust_region.direction: got 'reverse', accepted: 'forward' with "
+                "trust_region.old_policy=recorded, because the old network is not in the batch; "
+                "'reverse' with trust_region.old_policy=target"
+            )
+        if trust_region.num_paths > 1:
+            problems.append(
+                f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
+                "trust_region.direction=reverse"
+            )
+    for key, text in (("env.name", env.name), ("logger.dir", config.logger.dir)):
+        if not text.strip():
+            problems.append(f"{key}: got {text!r}, accepted: text that is not empty")
+    return problems
+
+
+def _options_of_another_kind(config: TrainConfig) -> list[str]:
+    """Options that the policy of the configuration would ignore, and that are not at their default."""
+    problems = []
+    for kind, keys in _OPTIONS_OF_KIND.items():
+        if kind == config.policy.kind:
+            continue
+        for key in keys:
+            section_name, name = key.split(".")
+            section = getattr(config, section_name)
+            (default,) = (f.default for f in dataclasses.fields(section) if f.name == name)
+            value = getattr(section, name)
+            if value != default:
+                problems.append(
+                    f"{key}: got {value!r}, accepted: the default {format_value(default)} with "
+                    f"policy.kind={config.policy.kind}, which does not have this option; other "
+                    f"values with policy.kind={kind}"
+                )
+    return problems
+
+
+def resolve_device(device: str) -> torch.device:
+    """Turn ``device`` into a device that this machine has.
+
+    Args:
+        device: ``"auto"`` (CUDA if it is available), ``"cpu"``, ``"cuda"`` or ``"cuda:INDEX"``.
+
+    Returns:
+        The device.
+
+    Raises:
+        ConfigError: if the text is something else, or this machine lacks the device.
+    """
+    # Imported here so that reading options (``--help``, a misspelt key) does not wait for it.
+    import torch
+
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        hint = nearest(device, ["auto", "cpu", "cuda"])
+        raise ConfigError(
+            f"device: got {device!r}{f' (did you mean {hint!r}?)' if hint else ''}, "
+            "accepted: auto | cpu | cuda | cuda:INDEX"
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if ":" not in device and count:
+            # With an index: TorchRL takes "cuda" and "cuda:0" for two devices.
+            return torch.device("cuda:0")
+        if (resolved.index or 0) >= count:
+            found = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
+            raise ConfigError(f"device: got {device!r}, accepted on this machine: auto, {found}")
+    return resolved
