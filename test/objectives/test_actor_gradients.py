@@ -136,6 +136,28 @@ class TestSplitByGate:
         with pytest.raises(ValueError, match=rf"in \(0, 1\], got {fraction}"):
             make_loss(make_actor(), entropy_fraction=fraction)
 
+    @pytest.mark.parametrize("split", [True, False])
+    def test_replayed_equals_recorded(self, split):
+        """A batch that holds the noise alone."""
+        actor, noise = make_actor(return_noise=True), draw_noise(10)
+        data = make_batch(actor, 10)
+        replaying = make_loss(
+            actor, critic := make_critic(), region={"eps": 1e-3, "old_policy": "replayed"}
+        )
+        with torch.no_grad():
+            nudge(actor, 0.05)
+        kl = TrajectoryKLProjection(actor).path_kl(data).kl
+        outs, grads = [], []
+        for loss in (replaying, make_loss(actor, critic)):
+            loss.split_by_gate = split
+            loss.trajectory_kl.eps.copy_(kl.median() * (1 + 1e-9))
+            batch = data.select(*loss.in_keys, strict=False)
+            outs.append(loss.actor_loss(batch, noise=noise))
+            grads.append(all_gradients(loss, outs[-1]))
+        assert 0 < outs[0]["gate_fraction"] < 1
+        assert_all_close(outs[0].values(), (outs[1][key] for key, _ in outs[0].items()))
+        assert_all_close(*grads)
+
     @pytest.mark.parametrize("region", [{"mode": "lagrangian"}, {"old_policy": "target"}], ids=str)
     def test_left_out_elsewhere(self, region):
         assert not make_loss(make_actor(), region=region)._splits_by_gate()

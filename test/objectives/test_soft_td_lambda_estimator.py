@@ -558,10 +558,22 @@ class TestReuse:
     def test_keys(self, actor):
         recorded = [("denoising", name) for name in ("chain", "loc", "scale")]
         keys = make_estimator(actor, reuse_actions=True).in_keys
-        assert set(recorded) < set(keys)
+        assert ("denoising", "log_prob") in keys and not set(recorded).intersection(keys)
+        actor.return_log_prob = False
+        assert set(recorded) < set(make_estimator(actor, reuse_actions=True).in_keys)
         assert not set(recorded).intersection(make_estimator(actor).in_keys)
 
-    @pytest.mark.parametrize("name", ["chain", "loc", "scale"])
+    @pytest.mark.parametrize("name", ["chain", "loc", "scale", "log_prob"])
     def test_missing_entries(self, actor, data, name):
+        actor.return_log_prob = name == "log_prob"
         with pytest.raises(KeyError, match=rf"reuse_actions=True needs .*'{name}'"):
             make_estimator(actor, reuse_actions=True)(data.exclude(("denoising", name)))
+
+    def test_recorded_log_prob_stands_for_the_chain(self, actor, data):
+        targets = []
+        for recorded in (True, False):
+            actor.return_log_prob = recorded
+            torch.manual_seed(5)
+            batch = data.exclude(*([("denoising", "chain")] if recorded else []))
+            targets.append(make_estimator(actor, reuse_actions=True)(batch)["value_target"])
+        torch.testing.assert_close(*targets)

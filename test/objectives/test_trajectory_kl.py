@@ -24,6 +24,7 @@ from objectives._parts import (
 )
 from tensordict import TensorDict
 from torch import nn
+from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.objectives import ClipPPOLoss
 
 from torchrl_trudi.modules import HLGaussCritic, HLGaussValueOperator, StepSizes
@@ -602,3 +603,68 @@ class TestConstruction:
         data["denoising", "scale"] = row.expand(4, *row.shape)
         kl = TrajectoryKLProjection(actor, kl="full").path_kl(TensorDict(data, [4])).kl
         torch.testing.assert_close(kl, expected)
+
+
+class TestReplayed:
+    @pytest.fixture
+    def noisy(self):
+        return make_actor(return_noise=True, return_chain=False, return_dist_params=False)
+
+    def record(self, actor, *batch):
+        """States with the noise, and the whole record of the same chain."""
+        with torch.no_grad():
+            data = actor(make_states(*batch))
+        whole = data.copy()
+        whole.update(TrajectoryKLProjection(actor, old_policy="replayed").replay(data))
+        return data, whole
+
+    @pytest.mark.parametrize("kind", ["simplified", "full"])
+    @pytest.mark.parametrize("batch", [(5,), (2, 3)], ids=str)
+    def test_equals_recorded(self, noisy, kind, batch):
+        region = TrajectoryKLProjection(noisy, kl=kind, old_policy="replayed")
+        data, whole = self.record(noisy, *batch)
+        assert set(data["denoising"].keys()) == {"noise", "log_prob", "path_log_prob"}
+        final = whole["denoising", "chain"][..., -1, :]
+        torch.testing.assert_close(noisy.module.squash(final), data["action"])
+        nudge(noisy, 0.05)
+        kl, expected = (
+            r.path_kl(d)
+            for r, d in ((region, data), (TrajectoryKLProjection(noisy, kl=kind), whole))
+        )
+        assert expected.kl.min() > 1e-4
+        for ours, theirs in zip(kl, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        # The batch is left as it was.
+        assert set(data["denoising"].keys()) == {"noise", "log_prob", "path_log_prob"}
+
+    def test_the_noise_free_chain(self, noisy):
+        with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+            data = noisy(make_states(4))
+        assert (data["denoising", "noise"] == 0).all()
+        whole = TrajectoryKLProjection(noisy, old_policy="replayed").replay(data)
+        action = noisy.module.squash(whole["denoising", "chain"][:, -1])
+        torch.testing.assert_close(action, data["action"])
+
+    def test_follows_the_old_policy_of_the_last_update(self, noisy):
+        region = TrajectoryKLProjection(noisy, old_policy="replayed")
+        nudge(noisy, 0.05)
+        with torch.no_grad():
+            data = noisy(make_states(4))
+        assert region.path_kl(data).kl.max() > 1e-4
+        region.update_old_policy()
+        torch.testing.assert_close(
+            region.path_kl(data).kl, torch.zeros(4, dtype=DTYPE), rtol=0, atol=1e-20
+        )
+
+    def test_other_keys(self, noisy):
+        noisy.set_keys(noise="eps")
+        region = TrajectoryKLProjection(noisy, old_policy="replayed")
+        assert region.in_keys == ["observation", "eps"]
+        with torch.no_grad():
+            data = noisy(make_states(4))
+        assert region.path_kl(data.select("observation", "eps")).kl.shape == (4,)
+
+    def test_nothing_recorded(self, noisy):
+        region = TrajectoryKLProjection(noisy, old_policy="replayed")
+        with pytest.raises(KeyError, match="recorded noise is not in the batch.*return_noise=True"):
+            region.path_kl(make_states(3))

@@ -74,3 +74,20 @@ def test_every_option_of_the_policy_is_sorted():
     policy = {key.split(".")[1] for key in keys if key.startswith("policy.")}
     sorted_here = {key.split(".")[1] for key in of_kinds if key.startswith("policy.")}
     assert policy == SHARED | sorted_here and not SHARED & sorted_here
+
+
+@pytest.mark.parametrize("old_policy", ["replayed", "target"])
+@pytest.mark.parametrize(
+    "key, value",
+    [("chain_dtype", "bfloat16"), ("num_paths", 2), ("direction", "reverse")],
+)
+def test_what_needs_paths_of_a_kind(old_policy, key, value):
+    section = "collector" if key == "chain_dtype" else "trust_region"
+    config = {"trust_region": {"old_policy": old_policy}}
+    config.setdefault(section, {})[key] = value
+    if old_policy == "target" and key != "chain_dtype":
+        validate(config)
+        return
+    (line,) = refused(config)
+    assert line.startswith(f"{section}.{key}: got {value!r}, accepted: ")
+    assert f"with trust_region.old_policy={old_policy}" in line

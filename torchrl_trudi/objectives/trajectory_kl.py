@@ -89,14 +89,17 @@ class TrajectoryKLProjection(LossModule):
         old_policy (str, optional): ``"recorded"``: the path, means and scales that the actor wrote
             while collecting, so that one batched network call is all. ``"target"``: fresh paths from
             a frozen copy of the actor, refreshed by :meth:`update_old_policy`; the reference
-            estimator. Defaults to ``"recorded"``.
+            estimator. ``"replayed"``: the recorded path once more, made by that copy from the noise
+            that the actor wrote (``return_noise=True``): about a third of the memory of the record,
+            for one pass of the old network over the chain at each call.
+            Defaults to ``"recorded"``.
         num_paths (int, optional): fresh paths per state with ``"target"``. Defaults to ``1``.
 
     Raises:
         ValueError: an unknown choice, ``eps <= 0``, ``init_multiplier <= 0``, ``num_paths < 1``,
-            several paths with ``"recorded"`` or ``"reverse"``, or ``"reverse"`` with ``"recorded"``:
-            it needs the old network on a path of the new policy, and a batch has only a path of
-            the old one.
+            several paths without ``"target"`` or with ``"reverse"``, or ``"reverse"`` without
+            ``"target"``: it needs the old network on a path of the new policy, and a batch has only
+            a path of the old one.
         KeyError: ``forward`` without the recorded entries.
 
     Examples:
@@ -125,11 +128,13 @@ class TrajectoryKLProjection(LossModule):
             chain (NestedKey): recorded chain. Defaults to the actor's.
             loc (NestedKey): recorded means. Defaults to the actor's.
             scale (NestedKey): recorded scales. Defaults to the actor's.
+            noise (NestedKey): recorded standard normals. Defaults to the actor's.
         """
 
         chain: NestedKey = ("denoising", "chain")
         loc: NestedKey = ("denoising", "loc")
         scale: NestedKey = ("denoising", "scale")
+        noise: NestedKey = ("denoising", "noise")
 
     default_keys = _AcceptedKeys
     actor_network: ChainActor
@@ -146,7 +151,7 @@ class TrajectoryKLProjection(LossModule):
         bound: Literal["path", "step"] = "path",
         eps: float = 0.1,
         init_multiplier: float = 0.01,
-        old_policy: Literal["recorded", "target"] = "recorded",
+        old_policy: Literal["recorded", "replayed", "target"] = "recorded",
         num_paths: int = 1,
     ) -> None:
         if kl is None:
@@ -156,7 +161,7 @@ class TrajectoryKLProjection(LossModule):
             ("kl", kl, ("simplified", "full")),
             ("direction", direction, ("forward", "reverse")),
             ("bound", bound, ("path", "step")),
-            ("old_policy", old_policy, ("recorded", "target")),
+            ("old_policy", old_policy, ("recorded", "replayed", "target")),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
@@ -166,14 +171,14 @@ class TrajectoryKLProjection(LossModule):
             )
         if num_paths < 1:
             raise ValueError(f"num_paths must be at least 1, got {num_paths}.")
-        if old_policy == "recorded" and num_paths > 1:
+        if old_policy != "target" and num_paths > 1:
             raise ValueError(
                 f"A batch holds one recorded path per state; num_paths={num_paths} needs "
                 "old_policy='target'."
             )
         if direction == "reverse" and num_paths > 1:
             raise ValueError(f"direction='reverse' uses one path, got num_paths={num_paths}.")
-        if old_policy == "recorded" and direction == "reverse":
+        if old_policy != "target" and direction == "reverse":
             raise ValueError(
                 "direction='reverse' evaluates the old network on a path of the new policy, which "
                 "needs old_policy='target'."
@@ -182,7 +187,7 @@ class TrajectoryKLProjection(LossModule):
         self._in_keys: list[NestedKey] | None = None
         self._out_keys: list[NestedKey] | None = None
         self.convert_to_functional(
-            actor_network, "actor_network", create_target_params=old_policy == "target"
+            actor_network, "actor_network", create_target_params=old_policy != "recorded"
         )
         # The targets are refreshed by update_old_policy, not by a TargetNetUpdater.
         self._has_update_associated["actor_network"] = True
@@ -199,7 +204,7 @@ class TrajectoryKLProjection(LossModule):
         # Settings, not state: a checkpoint must not bring back those it was made with.
         self.register_buffer("eps", reference.new_tensor(eps), persistent=False)
         keys = actor_network.tensor_keys
-        self.set_keys(chain=keys.chain, loc=keys.loc, scale=keys.scale)
+        self.set_keys(chain=keys.chain, loc=keys.loc, scale=keys.scale, noise=keys.noise)
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
         # No value estimator here.
@@ -213,6 +218,8 @@ class TrajectoryKLProjection(LossModule):
         keys = list(self.actor_network.observation_keys)
         if self.old_policy == "recorded":
             keys += [self.tensor_keys.chain, self.tensor_keys.loc, self.tensor_keys.scale]
+        elif self.old_policy == "replayed":
+            keys.append(self.tensor_keys.noise)
         return keys
 
     @in_keys.setter
@@ -244,7 +251,7 @@ class TrajectoryKLProjection(LossModule):
 
         Args:
             tensordict (TensorDictBase): states ``[*B]``, with the recorded chain if
-                ``old_policy="recorded"``.
+                ``old_policy="recorded"``, and with the noise if it is ``"replayed"``.
             noise (torch.Tensor, optional): standard normals of the fresh paths with ``"target"``:
                 ``[*B, num_paths, N + 1, A]``, without the ``num_paths`` dimension in the reverse
                 direction. Drawn if not given.
@@ -252,11 +259,42 @@ class TrajectoryKLProjection(LossModule):
         Returns:
             PathKL: the divergence of every step.
         """
-        if self.old_policy == "recorded":
-            return self._recorded_kl(tensordict)
+        if self.old_policy != "target":
+            return self._recorded_kl(self.replay(tensordict))
         if self.direction == "forward":
             return self._target_kl(tensordict, noise)
         return self._reverse_kl(tensordict, noise)
+
+    @torch.no_grad()
+    def replay(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """With ``old_policy="replayed"``, the states with the record of the old policy's chain.
+
+        Args:
+            tensordict (TensorDictBase): states ``[*B]`` with the recorded noise.
+
+        Returns:
+            TensorDictBase: a copy with chain, means and scales; the input itself if it has them, or
+            with another ``old_policy``.
+
+        Raises:
+            KeyError: no recorded noise.
+        """
+        keys = self.tensor_keys
+        if self.old_policy != "replayed" or tensordict.get(keys.chain, None) is not None:
+            return tensordict
+        noise = tensordict.get(keys.noise, None)
+        if noise is None:
+            raise KeyError(
+                f"The recorded noise is not in the batch (key {keys.noise}): collect with an actor "
+                "built with return_noise=True."
+            )
+        actor = self.actor_network
+        with self.target_actor_network_params.to_module(actor, preserve_module_state=False):
+            chain = actor.module.sample(actor.observation(tensordict), noise)
+        tensordict = tensordict.copy()
+        tensordict.set(keys.chain, chain.latents)
+        tensordict.set(keys.loc, chain.loc)
+        return tensordict.set(keys.scale, chain.scale.expand_as(chain.loc))
 
     def _recorded(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, ...]:
         """The recorded chain, its means and its scales, each ``[*B, ., A]``."""
@@ -290,6 +328,7 @@ class TrajectoryKLProjection(LossModule):
         Returns:
             torch.Tensor: ``[B]``, unbiased.
         """
+        tensordict = self.replay(tensordict)
         latents, loc_old, scale_old = self._recorded(tensordict)
         with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
             observation = self.actor_network.observation(tensordict)
@@ -321,6 +360,7 @@ class TrajectoryKLProjection(LossModule):
             tuple: integer indices of the states inside and of those beyond, and the KL of the
             former, or, if ``complete``, of the former followed by the latter.
         """
+        tensordict = self.replay(tensordict)
         latents, loc_old, scale_old = self._recorded(tensordict)
         size, num_steps = loc_old.shape[0], self.num_steps
         left = torch.arange(size, device=loc_old.device)
@@ -477,5 +517,5 @@ class TrajectoryKLProjection(LossModule):
         Call it once per iteration, before the first update. With ``old_policy="recorded"`` the old
         policy is in the batch and there is nothing to copy.
         """
-        if self.old_policy == "target":
+        if self.old_policy != "recorded":
             self.target_actor_network_params.data.update_(self.actor_network_params.data)

@@ -424,7 +424,7 @@ class TruDiLoss(LossModule):
         return (
             self.split_by_gate
             and trust_region.mode == "switch"
-            and trust_region.old_policy == "recorded"
+            and trust_region.old_policy != "target"
             # Which states are inside is data: the sizes of the two parts change from call to call.
             and not torch.compiler.is_compiling()
             and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -551,10 +551,16 @@ class TruDiLoss(LossModule):
             # Drawn for all states at once, as in the dense form.
             noise = self.actor_network.module.draw_noise((size,))
         noise = noise.flatten(0, -3)
+        # Once for all that follows.
+        tensordict = trust_region.replay(tensordict)
         samples_steps = self.num_adjoint_steps is not None
         within, beyond, kl = trust_region.split(tensordict, complete=samples_steps)
         # Indexing copies: only what is read.
-        tensordict = tensordict.select(*trust_region.in_keys, *self._state_keys)
+        keys = trust_region.tensor_keys
+        record = (keys.chain, keys.loc, keys.scale)
+        tensordict = tensordict.select(
+            *self.actor_network.observation_keys, *record, *self._state_keys
+        )
         loss = running = saturation = noise.new_zeros(())
         if len(within):
             part = tensordict.select(*self.actor_network.observation_keys, *self._state_keys)

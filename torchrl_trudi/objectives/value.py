@@ -173,12 +173,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         """Keys that ``forward`` reads."""
         keys = self.tensor_keys
         observations = self._observation_keys()
-        actor = self.actor_network
-        recorded = (
-            [actor.action_key, *actor.dist_sample_keys, *actor.dist_params_keys]
-            if self.reuse_actions
-            else []
-        )
+        recorded = self._recorded_keys if self.reuse_actions else []
         # Root observations stand in for the missing next ones of terminal steps.
         return (
             [("next", key) for key in (keys.reward, keys.done, keys.terminated)]
@@ -295,11 +290,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             action, log_prob = self._sample(flat)
             flat.set(action_key, action).set("log_prob", log_prob)
             return flat.reshape(states.batch_size)
-        self._check_recorded(tensordict)
-        keys = self.actor_network.tensor_keys
-        chain = DenoisingChain(*(tensordict.get(k) for k in (keys.chain, keys.loc, keys.scale)))
-        observation = self.actor_network.observation(tensordict)
-        log_prob = self.actor_network.module.log_prob(observation, chain).log_prob.unsqueeze(-1)
+        log_prob = self._recorded_log_prob(tensordict).unsqueeze(-1)
         # The draw at a row's next state is the next row's own, but where an episode or the rollout
         # ends.
         time = self._get_time_dim(None, tensordict)
@@ -312,15 +303,28 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         flat.set(action_key, action).set("log_prob", log_prob)
         return flat.reshape(states.batch_size)
 
-    def _check_recorded(self, tensordict: TensorDictBase) -> None:
+    @property
+    def _recorded_keys(self) -> list[NestedKey]:
+        """What ``reuse_actions`` reads of the actor's record: the action, and ``L`` or its parts."""
         actor = self.actor_network
-        recorded = [actor.action_key, *actor.dist_sample_keys, *actor.dist_params_keys]
+        if actor.return_log_prob:
+            return [actor.action_key, actor.tensor_keys.log_prob]
+        return [actor.action_key, *actor.dist_sample_keys, *actor.dist_params_keys]
+
+    def _recorded_log_prob(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """``L`` of the recorded actions, ``[*B, T]``."""
+        actor, recorded = self.actor_network, self._recorded_keys
         missing = [key for key in recorded if tensordict.get(key, None) is None]
         if missing:
             raise KeyError(
                 f"reuse_actions=True needs the recorded entries {missing}: collect with an "
-                "actor built with return_chain=True and return_dist_params=True."
+                "actor built with return_log_prob=True, or with return_chain=True and "
+                "return_dist_params=True."
             )
+        if actor.return_log_prob:
+            return tensordict.get(recorded[1])
+        chain = DenoisingChain(*(tensordict.get(k) for k in recorded[1:]))
+        return actor.module.log_prob(actor.observation(tensordict), chain).log_prob
 
     def _sample(self, states: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [self.actor_network.rsample(part) for part in self._chunks(states)]

@@ -110,8 +110,7 @@ def build_actor(
     }
     front: dict[str, Any] = {
         "spec": env.action_spec.to(device),
-        "return_chain": True,
-        "return_dist_params": True,
+        **_record(config),
         "device": device,
     }
     if policy.kind == "gaussian":
@@ -137,6 +136,13 @@ def build_actor(
         ),
         **front,
     )
+
+
+def _record(config: TrainConfig) -> dict[str, bool]:
+    """What the policy has to write for the losses."""
+    if config.trust_region.old_policy == "replayed":
+        return {"return_noise": True, "return_log_prob": config.objective.reuse_actions}
+    return {"return_chain": True, "return_dist_params": True}
 
 
 def build_critic(

@@ -113,18 +113,25 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append(
             f"critic.vmin: got {critic.vmin}, accepted: less than critic.vmax={critic.vmax}"
         )
-    if trust_region.num_paths > 1 and trust_region.old_policy == "recorded":
+    recorded = trust_region.old_policy
+    if collector.chain_dtype != "float32" and recorded != "recorded":
+        problems.append(
+            f"collector.chain_dtype: got {collector.chain_dtype!r}, accepted: 'float32' with "
+            f"trust_region.old_policy={recorded}, which keeps no chains; a shorter type with "
+            "trust_region.old_policy=recorded"
+        )
+    if trust_region.num_paths > 1 and recorded != "target":
         problems.append(
             f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
-            "trust_region.old_policy=recorded, because one path per state is recorded; more with "
+            f"trust_region.old_policy={recorded}, because one path per state is recorded; more with "
             "trust_region.old_policy=target"
         )
     if trust_region.direction == "reverse":
-        if trust_region.old_policy == "recorded":
+        if recorded != "target":
             problems.append(
                 "trust_region.direction: got 'reverse', accepted: 'forward' with "
-                "trust_region.old_policy=recorded, because the old network is not in the batch; "
-                "'reverse' with trust_region.old_policy=target"
+                f"trust_region.old_policy={recorded}, because the batch has paths of the old policy "
+                "alone; 'reverse' with trust_region.old_policy=target"
             )
         if trust_region.num_paths > 1:
             problems.append(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     ModeName = Literal["switch", "penalty", "lagrangian", "none"]
     KLName = Literal["simplified", "full"]
     DirectionName = Literal["forward", "reverse"]
-    OldPolicyName = Literal["recorded", "target"]
+    OldPolicyName = Literal["recorded", "replayed", "target"]
     BoundName = Literal["path", "step"]
 else:
     # OmegaConf knows no literal types: at run time the choices of the options do their work.
@@ -220,9 +220,10 @@ class TrustRegionConfig:
     )
     old_policy: OldPolicyName = option(
         "recorded",
-        "Where paths of the old policy come from: recorded while collecting, or redrawn from a "
-        "copy of its parameters (target).",
-        choices=("recorded", "target"),
+        "Where paths of the old policy come from: recorded while collecting; replayed by a copy of "
+        "its parameters from the recorded noise, for a third of the memory; or redrawn by that copy "
+        "(target).",
+        choices=("recorded", "replayed", "target"),
     )
     num_paths: int = option(
         1, "Paths per state; more than one needs trust_region.old_policy=target.", ge=1

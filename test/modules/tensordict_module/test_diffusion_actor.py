@@ -312,8 +312,8 @@ class TestKeys:
         assert actor.tensor_keys.chain == "latents" and actor.tensor_keys.loc == LOC
         assert actor.tensor_keys.log_prob == ("a", "b", "c")
         assert make().tensor_keys.chain == CHAIN  # other actors are not affected
-        with pytest.raises(ValueError, match="noise is not an accepted tensordict key.*'chain'"):
-            actor.set_keys(noise="noise")
+        with pytest.raises(ValueError, match="samples is not an accepted tensordict key.*'chain'"):
+            actor.set_keys(samples="noise")
 
     def test_missing_input(self, make):
         actor = make(in_keys=["observation", ("agent", "goal")], obs_dim=4)

@@ -185,8 +185,8 @@ class TestFront:
         td = actor(data(5))
         assert set(td.keys(True, True)) == {"observation", "action", *names.values(), ("a", "b")}
         torch.testing.assert_close(actor.log_prob(td), td["a", "b"])
-        with pytest.raises(ValueError, match="noise is not an accepted tensordict key"):
-            actor.set_keys(noise="n")
+        with pytest.raises(ValueError, match="samples is not an accepted tensordict key"):
+            actor.set_keys(samples="n")
 
     def test_several_observations_and_nested_action(self, make):
         network = GaussianNetwork(A, 5, hidden_size=8, **F64)

@@ -148,6 +148,9 @@ class ChainActor(SafeModule):
         return_path_log_prob (bool, optional): write the forward log-probability of the chain, the
             denominator of likelihood ratios: ``[*B]``, or ``[*B, N]`` with ``event_dims=1``.
             Defaults to ``False``.
+        return_noise (bool, optional): write the standard normals of the chain, ``[*B, N + 1, A]``: with the
+            old policy's parameters they stand for the whole record, see
+            ``TrajectoryKLProjection(old_policy="replayed")``. Defaults to ``False``.
         event_dims (int, optional): ``2`` for whole-path, ``1`` for per-step distributions, see
             :class:`~torchrl_trudi.modules.DenoisingPath`. Defaults to ``2``.
         noise_key (NestedKey, optional): optional input with the standard normals
@@ -190,6 +193,7 @@ class ChainActor(SafeModule):
             log_prob (NestedKey): the log-probability surrogate. Defaults to ``("denoising", "log_prob")``.
             path_log_prob (NestedKey): the forward log-probability of the chain. Defaults to
                 ``("denoising", "path_log_prob")``.
+            noise (NestedKey): the standard normals. Defaults to ``("denoising", "noise")``.
         """
 
         chain: NestedKey = ("denoising", "chain")
@@ -197,6 +201,7 @@ class ChainActor(SafeModule):
         scale: NestedKey = ("denoising", "scale")
         log_prob: NestedKey = ("denoising", "log_prob")
         path_log_prob: NestedKey = ("denoising", "path_log_prob")
+        noise: NestedKey = ("denoising", "noise")
 
     default_keys = _AcceptedKeys
     module: ChainModel
@@ -212,6 +217,7 @@ class ChainActor(SafeModule):
         return_dist_params: bool = False,
         return_log_prob: bool = False,
         return_path_log_prob: bool = False,
+        return_noise: bool = False,
         event_dims: Literal[1, 2] = 2,
         noise_key: NestedKey | None = None,
         default_interaction_type: InteractionType = InteractionType.RANDOM,
@@ -238,6 +244,7 @@ class ChainActor(SafeModule):
         self.return_dist_params = return_dist_params
         self.return_log_prob = return_log_prob
         self.return_path_log_prob = return_path_log_prob
+        self.return_noise = return_noise
         self.event_dims = event_dims
         self.noise_key = None if noise_key is None else unravel_key(noise_key)
         self.default_interaction_type = InteractionType(default_interaction_type)
@@ -257,7 +264,7 @@ class ChainActor(SafeModule):
 
         Args:
             **kwargs (NestedKey): new names by role (``chain``, ``loc``, ``scale``, ``log_prob``,
-                ``path_log_prob``).
+                ``path_log_prob``, ``noise``).
 
         Raises:
             ValueError: an unknown role.
@@ -289,6 +296,8 @@ class ChainActor(SafeModule):
             out_keys.append(keys.log_prob)
         if self.return_path_log_prob:
             out_keys.append(keys.path_log_prob)
+        if self.return_noise:
+            out_keys.append(keys.noise)
         self.out_keys = out_keys
         spec = Composite({self.action_key: self.spec[self.action_key]}, shape=self.spec.shape)
         for key in out_keys[1:]:
@@ -385,9 +394,14 @@ class ChainActor(SafeModule):
             exploration = self.default_interaction_type
         if exploration == InteractionType.RANDOM:
             noise = None if self.noise_key is None else tensordict.get(self.noise_key, None)
+            if noise is None:
+                noise = self.module.draw_noise(observation.shape[:-1])
             chain = self.module.sample(observation, noise)
         else:
             chain = self.module.deterministic_chain(observation)
+            noise = torch.zeros_like(chain.latents)
+        if self.return_noise:
+            tensordict.set(self.tensor_keys.noise, noise)
         return self._write(tensordict, observation, chain)
 
     def _write(

@@ -65,6 +65,9 @@ class DiffusionActor(ChainActor):
         return_path_log_prob (bool, optional): write the forward log-probability of the chain, the
             denominator of likelihood ratios: ``[*B]``, or ``[*B, N]`` with ``event_dims=1``.
             Defaults to ``False``.
+        return_noise (bool, optional): write the standard normals of the chain, ``[*B, N + 1, A]``: with the
+            old policy's parameters they stand for the whole record, see
+            ``TrajectoryKLProjection(old_policy="replayed")``. Defaults to ``False``.
         event_dims (int, optional): ``2`` for whole-path, ``1`` for per-step distributions, see
             :class:`~torchrl_trudi.modules.DenoisingPath`. Defaults to ``2``.
         step_sizes (StepSizes, optional): see :class:`~torchrl_trudi.modules.DenoisingModel`.
@@ -130,6 +133,7 @@ class DiffusionActor(ChainActor):
         return_dist_params: bool = False,
         return_log_prob: bool = False,
         return_path_log_prob: bool = False,
+        return_noise: bool = False,
         event_dims: Literal[1, 2] = 2,
         step_sizes: StepSizes | None = None,
         friction: Literal["per_dim", "scalar"] = "per_dim",
@@ -173,6 +177,7 @@ class DiffusionActor(ChainActor):
             return_dist_params=return_dist_params,
             return_log_prob=return_log_prob,
             return_path_log_prob=return_path_log_prob,
+            return_noise=return_noise,
             event_dims=event_dims,
             noise_key=noise_key,
             default_interaction_type=default_interaction_type,
