@@ -224,10 +224,13 @@ class ScoreNetwork(nn.Module):
         """Control from a latent ``[*B, A]`` and the two projected parts (broadcast)."""
         # The sum of the parts is what the matrix product is added to: one pass over it less.
         base = observation_part + step_part
-        shape = torch.broadcast_shapes(base.shape[:-1], latent.shape[:-1])
+        shape = base.shape[:-1]
+        if shape != latent.shape[:-1]:
+            shape = torch.broadcast_shapes(shape, latent.shape[:-1])
+            base, latent = base.expand(*shape, -1), latent.expand(*shape, -1)
         hidden = torch.addmm(
-            base.expand(*shape, -1).reshape(-1, base.shape[-1]),
-            latent.expand(*shape, -1).reshape(-1, self.action_dim),
+            base.reshape(-1, base.shape[-1]),
+            latent.reshape(-1, self.action_dim),
             self.input.weight[:, : self.action_dim].t(),
         )
         out = _narrow_linear(self.output, self.hidden(hidden)).view(*shape, self.action_dim)
