@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_trudi.envs.mujoco import MujocoTask
+from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv, MujocoTask
 
 # A mass on a spring, pushed by a motor. Without damping and with a large step it diverges, the
 # sooner the further from the origin it starts.
@@ -62,6 +62,37 @@ def slider_spec(timestep: float = 0.01, stiffness: float = 3.0) -> mujoco.MjSpec
     return mujoco.MjSpec.from_string(SLIDER.format(timestep=timestep, stiffness=stiffness))
 
 
+def with_memory(model: str, state: Callable[[mujoco.MjModel, mujoco.MjData], None]) -> Any:
+    """A model with so little memory that ``state`` gives a warning, and another: an error."""
+    found: dict[str, mujoco.MjModel] = {}
+    mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        for memory in range(8, 80):
+            size = f'<mujoco><size memory="{memory}K"/>'
+            compiled = mujoco.MjSpec.from_string(model.replace("<mujoco>", size)).compile()
+            data = mujoco.MjData(compiled)
+            try:
+                state(compiled, data)
+                if data.warning.number.any():
+                    found.setdefault("warning", compiled)
+            except mujoco.FatalError:
+                found.setdefault("error", compiled)
+    finally:
+        mujoco.set_mju_user_warning(None)
+    return found
+
+
+BOXES = """<mujoco><worldbody><geom type="plane" size="9 9 .1"/>
+  {boxes}</worldbody><actuator><motor joint="z0" ctrlrange="-1 1"/></actuator></mujoco>"""
+
+
+def boxes(height: float) -> str:
+    """Boxes that can fall down, and touch the floor at ``height=0.05``."""
+    one = """<body pos="{i} 0 {height}"><joint name="z{i}" type="slide" axis="0 0 1"/>
+      <joint type="slide" axis="1 0 0"/><geom size=".05 .05 .05" type="box"/></body>"""
+    return BOXES.format(boxes="".join(one.format(i=i, height=height) for i in range(6)))
+
+
 class Slider(MujocoTask):
     """Observes position and velocity, is rewarded for progress, ends beyond ``limit``."""
 
@@ -86,6 +117,26 @@ class Slider(MujocoTask):
 
     def terminated(self, sims):
         return np.abs(sims.qpos[:, 0]) > self.limit
+
+
+# Without cfrc_ext the physics keeps no MjData of its own for each row, with it (Ant) it does.
+TASKS = ["InvertedPendulum-v5", "Ant-v5"]
+
+MASS = (ModelRandomization("body_mass", 0.5, 2.0, names=["mass"]),)
+
+
+def ant(num_envs: int = 4, seed: int | None = 0, **kwargs: Any) -> MujocoBatchEnv:
+    """Episodes of 7 steps, so that there are ends of both kinds."""
+    options = {"num_threads": 2, "max_episode_steps": 7, "healthy_z_range": (0.5, 1.0)}
+    return MujocoBatchEnv("Ant-v5", num_envs, seed=seed, **{**options, **kwargs})
+
+
+def slider(num_envs: int = 4, seed: int | None = 0, **kwargs: Any) -> MujocoBatchEnv:
+    """The same, of a task that costs next to nothing, with a randomised mass."""
+    options = {"num_threads": 2, "max_episode_steps": 7, "randomization": MASS}
+    return MujocoBatchEnv(
+        Slider(limit=1.05, frame_skip=10), num_envs, seed=seed, **options | kwargs
+    )
 
 
 def act(env, tensordict: TensorDictBase, action: float | torch.Tensor) -> TensorDictBase:

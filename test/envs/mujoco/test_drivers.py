@@ -13,10 +13,10 @@ from envs.mujoco._tasks import SCENE, Slider, play
 from torchrl_trudi.envs.mujoco import MujocoBatchEnv, _drivers
 from torchrl_trudi.envs.mujoco._drivers import (
     DRIVERS,
-    POST_CONSTRAINT_FIELDS,
     default_num_threads,
     make_driver,
 )
+from torchrl_trudi.envs.mujoco._physics_driver import POST_CONSTRAINT_FIELDS
 
 NAMES = sorted(DRIVERS)
 STATE = mujoco.mjtState.mjSTATE_INTEGRATION

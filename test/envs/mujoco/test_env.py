@@ -1,49 +1,26 @@
-"""MujocoBatchEnv: TorchRL's contract, seeds, resets, threads, checkpoints, life and death."""
+"""MujocoBatchEnv: TorchRL's contract, episodes, seeds, threads."""
 
 from __future__ import annotations
 
-import copy
-import functools
-import gc
-import multiprocessing
-import operator
-import os
-import pickle
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
-from envs.mujoco._tasks import Slider, act, assert_same, in_fork, play, slider_spec
+from envs.mujoco._tasks import (
+    TASKS,
+    Slider,
+    act,
+    ant,
+    assert_same,
+    play,
+    slider,
+)
 from tensordict import TensorDict
-from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import check_env_specs
-from torchrl.envs.utils import RandomPolicy
 
 from torchrl_trudi.envs._seeding import first_seed
-from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv
-
-# Without cfrc_ext the physics keeps no MjData of its own for each row, with it (Ant) it does.
-TASKS = ["InvertedPendulum-v5", "Ant-v5"]
-
-
-def ant(num_envs=4, seed=0, **kwargs):
-    """Episodes of 7 steps, so that there are ends of both kinds."""
-    options = {"num_threads": 2, "max_episode_steps": 7, "healthy_z_range": (0.5, 1.0)}
-    return MujocoBatchEnv("Ant-v5", num_envs, seed=seed, **{**options, **kwargs})
-
-
-def slider(num_envs=4, seed=0, **kwargs):
-    """The same, of a task that costs next to nothing, with a randomised mass."""
-    options = {"num_threads": 2, "max_episode_steps": 7, "randomization": MASS}
-    return MujocoBatchEnv(
-        Slider(limit=1.05, frame_skip=10), num_envs, seed=seed, **options | kwargs
-    )
-
-
-MASS = (ModelRandomization("body_mass", 0.5, 2.0, names=["mass"]),)
-
+from torchrl_trudi.envs.mujoco import MujocoBatchEnv
 
 # The contract
 
@@ -113,6 +90,13 @@ def test_earlier_data_is_not_written_to_again():
         kept.append((stepped, stepped.clone()))
     for stepped, copied in kept:
         assert_same(stepped, copied)
+
+
+def test_what_a_task_sees_is_read_only():
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    for field in ("qpos", "qvel", "ctrl"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(env._sims, field)[:] = 0.0
 
 
 # Episodes
@@ -256,6 +240,43 @@ def test_reset_to_of_what_does_not_fit(qpos, qvel, rows, message):
     assert_same(env.get_state(), before)
 
 
+@pytest.mark.parametrize("driver", ["batch", "threads"])
+def test_rows_that_wait_go_on_as_if_nothing_had_been(driver):
+    """Bit for bit, whatever happens to the others or would have happened to them."""
+    env, alone = slider(driver=driver), slider(driver=driver)
+    _, tensordict = play(env, 3)
+    _, expected = play(alone, 3)
+    for _ in range(4):
+        tensordict["action"] = torch.ones(4, 1)
+        tensordict["_step"] = torch.tensor([[True], [False], [True], [False]])
+        env.step(tensordict.clone())
+    env._driver.bind("qvel")[0] = np.nan  # a row that steps, and diverges
+    following = env.step(tensordict.clone())["next"]
+    assert following["unstable"].flatten().tolist() == [True, False, False, False]
+    rows = [1, 3]
+    assert_same(env.get_state(rows), alone.get_state(rows))
+    tensordict = tensordict.exclude("_step", "action")
+    data, _ = play(env, 12, tensordict, seed=1)
+    wanted, _ = play(alone, 12, expected, seed=1)
+    assert_same(data["next"][rows], wanted["next"][rows])
+
+
+def test_rows_that_wait_are_not_stepped():
+    """As in a rollout that goes on until every row is done."""
+    env = MujocoBatchEnv("Hopper-v5", 3, seed=0)
+    tensordict = env.rand_action(env.reset())
+    before = env.get_state()
+    tensordict["_step"] = torch.tensor([True, False, True])
+    following = env.step(tensordict)["next"]
+    after = env.get_state()
+    for key, value in after.items(True, True):
+        assert torch.equal(value[1], before[key][1]), key
+    assert after["elapsed_steps"].tolist() == [1, 0, 1]
+    assert torch.equal(following["observation"][1], tensordict["observation"][1])
+    assert following["reward"][1] == 0
+    assert not torch.equal(following["observation"][0], tensordict["observation"][0])
+
+
 # Seeds
 
 
@@ -341,441 +362,3 @@ def test_environments_of_one_process_do_not_influence_each_other(make):
         assert not thread.is_alive()
     for i in (0, 1):
         assert_same(results[i], expected[i])
-
-
-# States and checkpoints
-
-
-@pytest.mark.parametrize("make", [ant, slider])
-@pytest.mark.parametrize("driver", ["batch", "threads"])
-def test_set_state_repeats_what_followed(make, driver):
-    env = make(driver=driver)
-    _, tensordict = play(env, 4)
-    state = env.get_state()
-    assert state.batch_size == (4,)
-    expected, _ = play(env, 20, tensordict, seed=1)
-    env.set_state(state)
-    assert_same(play(env, 20, tensordict, seed=1)[0], expected)
-
-
-@pytest.mark.parametrize("make", [ant, slider])
-@pytest.mark.parametrize(
-    "rows",
-    [[2], [3, 1], torch.tensor([1, 3, 0]), np.array([True, False, False, True]), range(2), []],
-    ids=str,
-)
-def test_states_of_subsets(make, rows):
-    env = make()
-    _, tensordict = play(env, 4)
-    whole, part = env.get_state(), env.get_state(rows)
-    index = np.flatnonzero(rows) if isinstance(rows, np.ndarray) else np.asarray(rows, int)
-    assert_same(part, whole[torch.from_numpy(index)])
-    expected, _ = play(env, 12, tensordict, seed=1)
-    _, tensordict = play(env, 5, seed=2)
-    kept = env.get_state()
-    env.set_state(part, rows)
-    mixed = kept.clone()
-    mixed[torch.from_numpy(index)] = part
-    assert_same(env.get_state(), mixed)
-    data, _ = play(env, 12, tensordict, seed=1)
-    assert_same(data["next"][index], expected["next"][index])
-
-
-def test_state_of_one_row_in_all_others():
-    env = ant()
-    _, tensordict = play(env, 4)
-    env.set_state(env.get_state([2]))
-    tensordict["action"] = torch.full((4, 8), 0.3)
-    for _ in range(2 * 7):  # with the resets, whose random stream was copied too
-        stepped, tensordict = env.step_and_maybe_reset(tensordict)
-        tensordict["action"] = stepped["action"]
-        assert_same(stepped["next"], stepped["next"][:1].expand(4))
-
-
-def test_states_are_written_in_the_order_of_the_rows():
-    env = slider()
-    play(env, 4)
-    state = env.get_state()
-    env.set_state(state[[0, 1]], [3, 2])
-    assert_same(env.get_state([3, 2]), state[[0, 1]])
-    assert_same(env.get_state([0, 1]), state[[0, 1]])
-
-
-def test_state_without_rng_keeps_the_streams():
-    env = slider()
-    play(env, 4)
-    state = env.get_state().exclude("rng")
-    play(env, 20)
-    streams = env.get_state()["rng"]
-    env.set_state(state)
-    after = env.get_state()
-    assert torch.equal(after["rng"], streams)
-    assert_same(after.exclude("rng"), state)
-
-
-def test_state_of_an_episode_that_has_ended():
-    """A state between the end of an episode and its reset, in an environment without a limit."""
-    env = MujocoBatchEnv(Slider(max_episode_steps=2), 2, seed=0)
-    tensordict = act(env, act(env, env.reset(), 0.1)["next"], 0.1)["next"]
-    assert tensordict["truncated"].all()
-    without_limit = MujocoBatchEnv(Slider(), 2, seed=0)
-    without_limit.set_state(env.get_state())
-    assert not act(without_limit, tensordict, 0.1)["next", "truncated"].any()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda s: s.exclude("physics"), r"the state has no \['physics'\]"),
-        (lambda s: s.exclude(("randomization", "body_mass", "draws")), "the state has no .*draws"),
-        (lambda s: s[:3], r"batch size \(3,\) does not fit 4 rows"),
-        (lambda s: s[0], r"batch size \(\) does not fit 4 rows"),
-        (
-            lambda s: s.set("physics", s["physics"][:, 1:]),
-            "'physics' has the shape .* another task",
-        ),
-        (lambda s: s.set("rng", s["rng"][:, :5]), "'rng' has the shape"),
-    ],
-)
-def test_state_that_does_not_fit(spoil, message):
-    env = slider()
-    env.reset()
-    before = env.get_state()
-    with pytest.raises(ValueError, match=message):
-        env.set_state(spoil(env.get_state()))
-    assert_same(env.get_state(), before)
-
-
-def test_state_dict_that_does_not_fit():
-    env = slider()
-    for other, message in (
-        (slider(3), "the state is that of 3 environments; this has 4"),
-        (ant(), "it is the state of another task|the state has no"),
-        (slider(randomization=()), "the state has no .*randomization"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            env.load_state_dict(other.state_dict())
-
-
-def test_get_state_of_rows_that_do_not_exist():
-    with pytest.raises(ValueError, match=r"distinct and in \[0, 4\), got \[4\]"):
-        slider().get_state([4])
-
-
-def saved_and_loaded(env, make):
-    other = make(seed=5)
-    other.load_state_dict(pickle.loads(pickle.dumps(env.state_dict())))
-    return other
-
-
-@pytest.mark.parametrize("make", [ant, slider])
-@pytest.mark.parametrize(
-    "transfer",
-    [
-        saved_and_loaded,
-        lambda env, make: pickle.loads(pickle.dumps(env)),
-        lambda env, make: copy.deepcopy(env),
-    ],
-    ids=["state_dict", "pickle", "deepcopy"],
-)
-def test_checkpoints_go_on_bit_for_bit(make, transfer):
-    env = make()
-    _, tensordict = play(env, 9)
-    env.num_unstable[1] = 3
-    other = transfer(env, make)
-    assert_same(other.get_state(), env.get_state())
-    assert torch.equal(other.num_unstable, env.num_unstable)
-    expected, _ = play(env, 20, tensordict, seed=1)
-    assert expected["next", "done"].sum() >= 8
-    env.close()  # the copy lives on its own
-    assert_same(play(other, 20, tensordict, seed=1)[0], expected)
-
-
-def test_state_dict_is_a_snapshot():
-    env = slider()
-    play(env, 3)
-    saved = env.state_dict()
-    kept = copy.deepcopy(saved)
-    env.num_unstable += 1
-    play(env, 3)
-    for key, value in kept["_extra_state"].items():
-        assert torch.equal(saved["_extra_state"][key], value), key
-
-
-@pytest.mark.parametrize(
-    "fields", [["opt.gravity"], ["body_mass", "geom_friction"]], ids=lambda x: x[0]
-)
-def test_state_dict_of_any_randomised_field(fields):
-    def make(seed):
-        randomization = [ModelRandomization(field, 0.5, 2.0) for field in fields]
-        return MujocoBatchEnv(Slider(), 2, seed=seed, randomization=randomization)
-
-    env, other = make(0), make(1)
-    env.reset()
-    other.load_state_dict(env.state_dict())
-    assert_same(other.get_state(), env.get_state())
-
-
-# Processes
-
-
-@pytest.fixture
-def _collected():
-    """No environment of another test is still to be collected when a test forks."""
-    gc.collect()
-
-
-@pytest.mark.usefixtures("_collected")
-@pytest.mark.parametrize("driver", ["batch", "threads"])
-@pytest.mark.parametrize("make", [ant, slider])
-def test_a_forked_child_goes_on_from_the_state(make, driver):
-    env = make(driver=driver)
-    _, tensordict = play(env, 9)
-
-    def go_on():
-        return play(env, 9, tensordict)[0]["next", "observation"].double().tolist()
-
-    answer = in_fork(go_on)
-    assert answer == repr(go_on())  # and the parent is none the worse for it
-
-
-@pytest.mark.usefixtures("_collected")
-@pytest.mark.parametrize("make", [ant, slider])
-@pytest.mark.parametrize("use", [False, True])
-def test_a_forked_child_can_close(make, use):
-    env = make()
-    _, tensordict = play(env, 2)
-
-    def close():
-        if use:
-            play(env, 2, tensordict)
-        env.close()
-        return "closed"
-
-    assert in_fork(close, seconds=5) == "'closed'"
-    play(env, 2, tensordict)
-
-
-@pytest.mark.usefixtures("_collected")
-def test_a_forked_child_can_forget_environments():
-    """Also those that the parent has dropped, but not collected yet."""
-    envs = [ant(), slider()]
-    for env in envs:
-        play(env, 2)
-    dropped = [ant()]
-    dropped.append(dropped)  # a cycle
-    del dropped, env
-
-    def forget():
-        envs.clear()
-        gc.collect()
-        return "collected"
-
-    assert in_fork(forget, seconds=5) == "'collected'"
-    gc.collect()
-    play(envs[0], 2)
-
-
-@pytest.mark.parametrize("driver", ["batch", "threads"])
-def test_a_task_of_the_main_module_reaches_a_spawned_child(monkeypatch, driver):
-    """Where the main module, and its classes with it, have another name."""
-    monkeypatch.setattr(Slider, "__module__", "__main__")
-    env = slider(driver=driver)
-    play(env, 9)
-    pickled = env.__getstate__()
-    monkeypatch.setattr(Slider, "__module__", "__mp_main__")
-    other = MujocoBatchEnv.__new__(MujocoBatchEnv)
-    other.__setstate__(pickled)
-    assert_same(other.reset(), env.reset())
-
-
-@pytest.mark.slow
-def test_a_spawned_child_goes_on_from_the_state():
-    env = slider()
-    play(env, 9)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        pending = pool.apply_async(operator.methodcaller("reset"), (env,))
-        answer = pending.get(timeout=120)
-    assert_same(answer, env.reset())
-
-
-def test_collector():
-    env = slider(3)
-    collector = Collector(
-        env, RandomPolicy(env.full_action_spec), frames_per_batch=3 * 10, total_frames=3 * 20
-    )
-    data = torch.cat([batch.clone() for batch in collector], 1)
-    assert data.shape == (3, 20)
-    done = data["next", "done"][..., 0]
-    carried = (data["next", "observation"][:, :-1] == data["observation"][:, 1:]).all(-1)
-    assert torch.equal(carried, ~done[:, :-1])
-    assert done.sum() >= 3 * 2
-    # Draws change at the start of an episode, and only there.
-    mass = data["randomization", "body_mass"][..., 0]
-    assert torch.equal(mass[:, 1:] != mass[:, :-1], done[:, :-1])
-    collector.shutdown()
-
-
-@pytest.mark.slow
-def test_collectors_in_worker_processes():
-    make = functools.partial(MujocoBatchEnv, "Ant-v5", 3, num_threads=2)
-    env = make(seed=0)
-    collector = MultiSyncCollector(
-        [functools.partial(make, seed=seed) for seed in (0, 1)],
-        RandomPolicy(env.full_action_spec),
-        frames_per_batch=2 * 3 * 5,
-        total_frames=2 * 3 * 10,
-        cat_results="stack",
-    )
-    try:
-        batches = [batch.clone() for batch in collector]
-    finally:
-        collector.shutdown()
-    assert [batch.shape for batch in batches] == [(2, 3, 5)] * 2
-    starts = torch.stack([make(seed=seed).reset()["observation"] for seed in (0, 1)])
-    assert torch.equal(batches[0]["observation"][:, :, 0], starts)
-
-
-# The end
-
-
-def num_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def resident() -> float:
-    """In MB."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's /proc")
-
-
-def assert_threads_end(threads: int) -> None:
-    """An ended thread may linger for an instant."""
-    deadline = time.monotonic() + 5.0
-    while num_threads() > threads and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert num_threads() <= threads
-
-
-@needs_proc
-@pytest.mark.parametrize(("driver", "times"), [("batch", 200), ("threads", 100)])
-def test_closing_frees_threads_and_memory(driver, times):
-    gc.collect()
-    task = Slider(model=slider_spec().compile())
-    threads, memory = num_threads(), {}
-    for i in range(times):
-        env = MujocoBatchEnv(task, 8, num_threads=2, driver=driver)
-        act(env, env.reset(), 1.0)
-        assert num_threads() > threads
-        env.close()
-        assert_threads_end(threads)
-        memory[i] = resident()
-    assert memory[times - 1] - memory[times // 4] < 4
-
-
-@needs_proc
-@pytest.mark.parametrize("driver", ["batch", "threads"])
-def test_dropping_frees_the_threads_too(driver):
-    gc.collect()
-    threads = num_threads()
-    env = MujocoBatchEnv(Slider(), 4, num_threads=3, driver=driver)
-    act(env, env.reset(), 1.0)
-    assert num_threads() > threads
-    del env
-    gc.collect()
-    assert_threads_end(threads)
-
-
-@needs_proc
-def test_a_constructor_that_fails_leaves_no_thread():
-    gc.collect()
-    threads = num_threads()
-    nose = [ModelRandomization("body_mass", 1, 2, names=["nose"])]
-    for _ in range(3):
-        with pytest.raises(ValueError, match="no body 'nose'"):
-            slider(num_threads=3, randomization=nose)
-    gc.collect()
-    assert_threads_end(threads)
-
-
-@pytest.mark.parametrize("driver", ["batch", "threads"])
-def test_use_after_close(driver):
-    env = slider(driver=driver)
-    data, tensordict = play(env, 3)
-    kept = data.clone()
-    state = env.get_state()
-    env.close()
-    assert env.is_closed
-    uses = [
-        lambda: act(env, tensordict, 0.0),
-        env.reset,
-        env.get_state,
-        env.state_dict,
-        env.render,
-        lambda: env.set_state(state),
-        lambda: env.reset_to([0.0], [0.0]),
-    ]
-    for use in uses:
-        with pytest.raises(RuntimeError, match="the environment is closed"):
-            use()
-    assert_same(data, kept)
-    env.close()  # as with other environments of TorchRL, a second time does nothing
-    env.close(raise_if_closed=False)
-    with pytest.raises(RuntimeError, match="closed"):
-        pickle.loads(pickle.dumps(env)).reset()
-
-
-@pytest.mark.parametrize("driver", ["batch", "threads"])
-def test_rows_that_wait_go_on_as_if_nothing_had_been(driver):
-    """Bit for bit, whatever happens to the others or would have happened to them."""
-    env, alone = slider(driver=driver), slider(driver=driver)
-    _, tensordict = play(env, 3)
-    _, expected = play(alone, 3)
-    for _ in range(4):
-        tensordict["action"] = torch.ones(4, 1)
-        tensordict["_step"] = torch.tensor([[True], [False], [True], [False]])
-        env.step(tensordict.clone())
-    env._driver.bind("qvel")[0] = np.nan  # a row that steps, and diverges
-    following = env.step(tensordict.clone())["next"]
-    assert following["unstable"].flatten().tolist() == [True, False, False, False]
-    rows = [1, 3]
-    assert_same(env.get_state(rows), alone.get_state(rows))
-    tensordict = tensordict.exclude("_step", "action")
-    data, _ = play(env, 12, tensordict, seed=1)
-    wanted, _ = play(alone, 12, expected, seed=1)
-    assert_same(data["next"][rows], wanted["next"][rows])
-
-
-def test_rows_that_wait_are_not_stepped():
-    """As in a rollout that goes on until every row is done."""
-    env = MujocoBatchEnv("Hopper-v5", 3, seed=0)
-    tensordict = env.rand_action(env.reset())
-    before = env.get_state()
-    tensordict["_step"] = torch.tensor([True, False, True])
-    following = env.step(tensordict)["next"]
-    after = env.get_state()
-    for key, value in after.items(True, True):
-        assert torch.equal(value[1], before[key][1]), key
-    assert after["elapsed_steps"].tolist() == [1, 0, 1]
-    assert torch.equal(following["observation"][1], tensordict["observation"][1])
-    assert following["reward"][1] == 0
-    assert not torch.equal(following["observation"][0], tensordict["observation"][0])
-
-
-@pytest.mark.parametrize("name", ["HalfCheetah-v5", "Hopper-v5"])
-def test_state_of_another_task_of_the_same_sizes(name):
-    other = "Walker2d-v5" if name == "HalfCheetah-v5" else "Hopper-v5"
-    drawn = [ModelRandomization("body_mass", 0.9, 1.1)] if other == name else None
-    state = MujocoBatchEnv(name, 2, randomization=drawn).state_dict()
-    with pytest.raises(ValueError, match=r"another task|do not belong here"):
-        MujocoBatchEnv(other, 2).load_state_dict(state)
-
-
-def test_what_a_task_sees_is_read_only():
-    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
-    for field in ("qpos", "qvel", "ctrl"):
-        with pytest.raises(ValueError, match="read-only"):
-            getattr(env._sims, field)[:] = 0.0

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from torchrl_trudi.envs import get_observation_norm, make_env
 from torchrl_trudi.envs.mujoco import MujocoBatchEnv
-from torchrl_trudi.envs.mujoco._drivers import DRIVERS, mujoco_batch
+from torchrl_trudi.envs.mujoco._batch_driver import mujoco_batch
+from torchrl_trudi.envs.mujoco._drivers import DRIVERS
 from torchrl_trudi.envs.mujoco.task import make_task
 from torchrl_trudi.envs.mujoco.tasks import GYMNASIUM_TASKS
 

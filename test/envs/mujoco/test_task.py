@@ -9,7 +9,7 @@ import mujoco
 import numpy as np
 import pytest
 import torch
-from envs.mujoco._tasks import SLIDER, Slider, act, assert_same, play, slider_spec
+from envs.mujoco._tasks import SCENE, SLIDER, Slider, act, assert_same, play, slider_spec
 from torchrl.envs import check_env_specs
 
 from torchrl_trudi.envs import make_env
@@ -21,6 +21,7 @@ from torchrl_trudi.envs.mujoco import (
     registered_tasks,
     task,
 )
+from torchrl_trudi.envs.mujoco._drivers import DRIVERS
 
 PENDULUM = """<mujoco>
   <option timestep="0.01"/>
@@ -359,3 +360,49 @@ def test_a_task_has_to_say_what_it_is():
     assert MujocoTask.terminated(task, sims) is None
     assert MujocoTask.snapshot(task, sims) is None
     assert MujocoBatchEnv(Slider(model=slider_spec())).task.camera == {}
+
+
+class Scene(MujocoTask):
+    """Starts with more of the state than positions and velocities."""
+
+    def __init__(self, fields: dict[str, float]) -> None:
+        super().__init__(mujoco.MjSpec.from_string(SCENE))
+        self.fields = fields
+
+    def initial_state(self, sims, rng):
+        return {
+            field: value
+            + rng.uniform(0.0, 0.1, getattr(sims, field)[0].size).reshape(
+                getattr(sims, field).shape
+            )
+            for field, value in self.fields.items()
+        }
+
+    def observation(self, sims):
+        return sims.act, sims.mocap_pos[:, 0], sims.mocap_quat[:, 0], sims.xpos[:, 1], sims.qvel
+
+    def reward(self, sims, action, before, after):
+        return np.zeros(len(sims))
+
+
+@pytest.mark.parametrize("driver", sorted(DRIVERS))
+def test_initial_states_of_other_fields(driver):
+    values = {"act": 0.5, "mocap_pos": 2.0, "mocap_quat": 0.3}
+    env = MujocoBatchEnv(Scene(values), 3, seed=0, driver=driver)
+    for rows in ([True] * 3, [True, False, True]):
+        mask = torch.tensor(rows).unsqueeze(-1)
+        observation = env.reset(env.reset().set("_reset", mask))["observation"]
+        for columns, value in ((slice(0, 1), 0.5), (slice(1, 4), 2.0), (slice(4, 8), 0.3)):
+            part = observation[:, columns]
+            assert ((part >= value) & (part < value + 0.1)).all()
+        # The body that follows is where it was put; what was not named is as in the model.
+        torch.testing.assert_close(observation[:, 8:11], observation[:, 1:4])
+        assert (observation[:, 11:] == 0).all()
+    assert len(observation.unique(dim=0)) == 3
+
+
+def test_initial_states_of_other_fields_are_checked_too():
+    with pytest.raises(FloatingPointError, match=r"initial mocap_pos is not finite.* \[0, 1\]"):
+        MujocoBatchEnv(Scene({"mocap_pos": np.nan}), 2, seed=0).reset()
+    with pytest.raises(ValueError, match=r"Scene.initial_state must return .*; got \['ctrl'\]"):
+        MujocoBatchEnv(Scene({"ctrl": 0.0}), 2)

@@ -1,4 +1,4 @@
-"""Compilation of models."""
+"""Compilation of models, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import os
 
 import mujoco
+import numpy as np
 
 from torchrl_trudi.envs.mujoco._logging import silent_compilation, silent_physics
 
@@ -48,3 +49,31 @@ def load_model(source: str | os.PathLike | mujoco.MjSpec | mujoco.MjModel) -> mu
             return source.compile()
     except ValueError as err:
         raise ValueError(f"MuJoCo cannot compile {name}: {err}") from err
+
+
+def check_model(model: mujoco.MjModel) -> None:
+    """Checks that an environment can be made of a model.
+
+    Args:
+        model (mujoco.MjModel): the model.
+
+    Raises:
+        ValueError: if it sleeps, has no timestep, or no actuators with a range.
+    """
+    bounds = model.actuator_ctrlrange
+    sleep = getattr(mujoco.mjtEnableBit, "mjENBL_SLEEP", 0)
+    if model.opt.enableflags & int(sleep):
+        raise ValueError(
+            "the model enables sleep, whose bookkeeping is not part of MuJoCo's state: states "
+            'could not be restored. Disable it: <option><flag sleep="disable"/></option>.'
+        )
+    timestep = model.opt.timestep
+    if not (np.isfinite(timestep) and timestep > 0):
+        raise ValueError(f"the timestep of the model must be positive, got {timestep}.")
+    if model.nu == 0:
+        raise ValueError("the model has no actuators, so that there would be no action.")
+    if not model.actuator_ctrllimited.all() or not (bounds[:, 0] < bounds[:, 1]).all():
+        raise ValueError(
+            "every actuator of the model needs a ctrlrange: it is the range of the action. "
+            f"The ranges are {bounds.tolist()}."
+        )

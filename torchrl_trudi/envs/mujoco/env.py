@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mujoco
@@ -13,37 +11,29 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, Unbounded
-from torchrl.envs import EnvBase
 
 from torchrl_trudi.envs._seeding import first_seed
 from torchrl_trudi.envs._validation import check_choice, check_int, import_task, list_rows
-from torchrl_trudi.envs.mujoco._drivers import (
-    DRIVERS,
-    POST_CONSTRAINT_FIELDS,
-    STATE_FIELDS,
-    default_num_threads,
-    make_driver,
-)
+from torchrl_trudi.envs.mujoco._complete_outputs import CompleteOutputs
+from torchrl_trudi.envs.mujoco._drivers import DRIVERS, default_num_threads, make_driver
 from torchrl_trudi.envs.mujoco._generators import RowGenerators
-from torchrl_trudi.envs.mujoco._model import load_model
-from torchrl_trudi.envs.mujoco.randomization import ModelRandomization, RandomizedField
+from torchrl_trudi.envs.mujoco._model import check_model, load_model
+from torchrl_trudi.envs.mujoco._physics_driver import POST_CONSTRAINT_FIELDS
+from torchrl_trudi.envs.mujoco._row_states import RowStates
+from torchrl_trudi.envs.mujoco._task_layout import as_parts, initial_fields, probe_task
+from torchrl_trudi.envs.mujoco.randomization import (
+    ModelRandomization,
+    RandomizedField,
+    check_randomization,
+)
 from torchrl_trudi.envs.mujoco.rendering import SimulationRenderer
-from torchrl_trudi.envs.mujoco.simulations import FieldProbe, Simulations
+from torchrl_trudi.envs.mujoco.simulations import Simulations
 from torchrl_trudi.envs.mujoco.task import MujocoTask, make_task
-
-# Model fields that cannot be randomised.
-_FIXED_FIELDS = {
-    "qpos0": "is what an episode's initial state starts from, and cannot be randomised: draw the "
-    "initial positions in the task's initial_state",
-    "opt.timestep": "is the same in all environments, as is the time between actions",
-    "actuator_ctrlrange": "is the range of the action, which is the same in all environments: scale "
-    "actuator_gear or actuator_gainprm",
-}
 
 _NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-class MujocoBatchEnv(EnvBase):
+class MujocoBatchEnv(CompleteOutputs, RowStates):
     """Many simulations of one MuJoCo task, stepped together in this process.
 
     The physics runs on threads (:class:`mujoco.batch.Batch`); observations, rewards and ends of
@@ -133,7 +123,7 @@ class MujocoBatchEnv(EnvBase):
             num_threads = check_int("num_threads", num_threads, 1)
         if max_episode_steps is not None:
             max_episode_steps = check_int("max_episode_steps", max_episode_steps, 1)
-        if dtype not in _NUMPY_DTYPES:
+        if not isinstance(dtype, torch.dtype) or dtype not in _NUMPY_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not one of {list(_NUMPY_DTYPES)}.")
         check_choice("driver", driver, ["auto", *DRIVERS])
         if isinstance(task, str):
@@ -161,11 +151,13 @@ class MujocoBatchEnv(EnvBase):
         )
         self._num_threads = default_num_threads() if num_threads is None else num_threads
         self._driver_name = driver
-        self._randomization = _check_randomization(
+        self._randomization = check_randomization(
             task.randomization if randomization is None else randomization
         )
         self.model = load_model(task.model_source)
-        self._check_model()
+        check_model(self.model)
+        task.setup(self.model)
+        self._layout = probe_task(task, self.model)
         self.num_unstable = torch.zeros(num_envs, dtype=torch.int64)
         self._set_seed(seed)
         self._make_arrays()
@@ -174,104 +166,16 @@ class MujocoBatchEnv(EnvBase):
 
     # Construction
 
-    def _check_model(self) -> None:
-        bounds = self.model.actuator_ctrlrange
-        sleep = getattr(mujoco.mjtEnableBit, "mjENBL_SLEEP", 0)
-        if self.model.opt.enableflags & int(sleep):
-            raise ValueError(
-                "the model enables sleep, whose bookkeeping is not part of MuJoCo's state: states "
-                'could not be restored. Disable it: <option><flag sleep="disable"/></option>.'
-            )
-        timestep = self.model.opt.timestep
-        if not (np.isfinite(timestep) and timestep > 0):
-            raise ValueError(f"the timestep of the model must be positive, got {timestep}.")
-        if self.model.nu == 0:
-            raise ValueError("the model has no actuators, so that there would be no action.")
-        if not self.model.actuator_ctrllimited.all() or not (bounds[:, 0] < bounds[:, 1]).all():
-            raise ValueError(
-                "every actuator of the model needs a ctrlrange: it is the range of the action. "
-                f"The ranges are {bounds.tolist()}."
-            )
-
     def _make_arrays(self) -> None:
-        """Learns what the task reads and returns, and allocates what a step writes to."""
-        task, model = self.task, self.model
-        task.setup(model)
-        probe = FieldProbe(model)
-        sims: Any = Simulations(probe, task.frame_skip)
-        observation = _as_parts(task.observation(sims))
-        snapshot = task.snapshot(sims)
-        name, n = type(task).__name__, len(sims)
-        if snapshot is not None and (np.ndim(snapshot) != 2 or len(snapshot) != n):
-            raise ValueError(
-                f"{name}.snapshot must return an array of shape [n, k], with n={n} here; got "
-                f"{np.shape(snapshot)}."
-            )
-        zeros = np.zeros((n, model.nu), np.float32)
-        with np.errstate(all="ignore"):
-            reward = task.reward(sims, zeros, snapshot, snapshot)
-        self._check_shapes(observation, reward, task.terminated(sims), n)
-        fields = probe.fields
-        probe.fields = set()
-        # With arrays of its own, so that the probe hears of those that were read before as well.
-        sims = Simulations(probe, task.frame_skip)
-        initial = task.initial_state(sims, RowGenerators.from_seeds(range(n)))
-        if not isinstance(initial, (tuple, list)) or len(initial) != 2:
-            raise ValueError(f"{name}.initial_state must return qpos and qvel, got {initial!r}.")
-        qpos, qvel = initial
-        for state, array, size in (("qpos", qpos, model.nq), ("qvel", qvel, model.nv)):
-            if np.shape(array) != (n, size):
-                raise ValueError(
-                    f"{name}.initial_state must return {state} of shape [n, {size}], with n={n} "
-                    f"here; got {np.shape(array)}."
-                )
-        # Whether what it reads has to be computed before it is called.
-        self._initial_state_reads_derived = bool(probe.fields.difference(STATE_FIELDS))
-        self._fields = sorted(fields | probe.fields)
-        widths = [part.shape[1] for part in observation]
-        ends = np.cumsum(widths).tolist()
-        self._columns = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
-        shape = (self.num_envs, ends[-1])
+        """Allocates what a step writes to."""
+        n, layout, dtype = self.num_envs, self._layout, _NUMPY_DTYPES[self.dtype]
         # Two, because a simulation that diverges keeps its last observation.
-        self._observations = [np.zeros(shape, _NUMPY_DTYPES[self.dtype]) for _ in range(2)]
-        self._snapshot = None if snapshot is None else np.zeros((self.num_envs, snapshot.shape[1]))
-        self._elapsed = np.zeros(self.num_envs, np.int64)
-        self._ended = np.zeros((3, self.num_envs), bool)  # terminated, truncated, unstable
-
-    def _check_shapes(
-        self,
-        observation: Sequence[np.ndarray],
-        reward: Any,
-        terminated: Any,
-        n: int,
-    ) -> None:
-        name = type(self.task).__name__
-        for part in observation:
-            if (
-                not isinstance(part, np.ndarray)
-                or part.ndim != 2
-                or len(part) != n
-                or part.dtype.kind not in "fiub"
-            ):
-                raise ValueError(
-                    f"{name}.observation must return numpy arrays of real numbers of shape [n, k], "
-                    f"with n={n} here; got {getattr(part, 'shape', part)!r} of type "
-                    f"{getattr(part, 'dtype', type(part).__name__)}."
-                )
-        if not sum(part.shape[1] for part in observation):
-            raise ValueError(f"{name}.observation returns nothing.")
-        if np.shape(reward) != (n,) or np.asarray(reward).dtype.kind not in "fiub":
-            raise ValueError(
-                f"{name}.reward must return an array of real numbers of shape [n], with n={n} here; "
-                f"got {np.shape(reward)} of type {np.asarray(reward).dtype}."
-            )
-        if terminated is not None and (
-            np.shape(terminated) != (n,) or np.asarray(terminated).dtype != bool
-        ):
-            raise ValueError(
-                f"{name}.terminated must return booleans of shape [n], with n={n} here; got "
-                f"{np.asarray(terminated)!r}."
-            )
+        self._observations = [np.zeros((n, layout.observation_size), dtype) for _ in range(2)]
+        self._snapshot = (
+            None if layout.snapshot_size is None else np.zeros((n, layout.snapshot_size))
+        )
+        self._elapsed = np.zeros(n, np.int64)
+        self._ended = np.zeros((3, n), bool)  # terminated, truncated, unstable
 
     def _start(self) -> None:
         """Makes the simulations, all in the default state of the model."""
@@ -282,10 +186,10 @@ class MujocoBatchEnv(EnvBase):
             self.model,
             self.num_envs,
             self._num_threads,
-            [field for field in POST_CONSTRAINT_FIELDS if field in self._fields],
+            [field for field in POST_CONSTRAINT_FIELDS if field in self._layout.fields],
         )
         self._driver = driver
-        for field in self._fields:
+        for field in self._layout.fields:
             driver.bind(field)
         driver.seal()
         self._ctrl = driver.bind("ctrl")
@@ -370,11 +274,12 @@ class MujocoBatchEnv(EnvBase):
             warned[waiting] = False
         terminated, truncated, unstable = self._ended
         terminated[:] = False if ends is None else ends
-        self._elapsed += 1
+        elapsed = self._elapsed  # += on the attribute would assign it, which costs a module 10 µs
+        elapsed += 1
         if self.max_episode_steps is None:
             truncated[:] = False
         else:
-            np.greater_equal(self._elapsed, self.max_episode_steps, out=truncated)
+            np.greater_equal(elapsed, self.max_episode_steps, out=truncated)
         unstable[:] = warned
         if before is not None:
             before[...] = after
@@ -421,9 +326,8 @@ class MujocoBatchEnv(EnvBase):
         return array
 
     def _write_observation(self, out: np.ndarray, sims: Simulations) -> None:
-        for columns, part in zip(
-            self._columns, _as_parts(self.task.observation(sims)), strict=True
-        ):
+        parts = as_parts(self.task.observation(sims))
+        for columns, part in zip(self._layout.columns, parts, strict=True):
             out[:, columns] = part
 
     def _output(self, reward: np.ndarray | None) -> TensorDictBase:
@@ -432,7 +336,7 @@ class MujocoBatchEnv(EnvBase):
             return torch.from_numpy(array.copy())
 
         terminated, truncated, unstable = self._ended
-        data = {
+        data: dict[str, Any] = {
             "observation": tensor(self._observations[0]),
             "unstable": tensor(unstable[:, None]),
             "terminated": tensor(terminated[:, None]),
@@ -442,14 +346,17 @@ class MujocoBatchEnv(EnvBase):
         if reward is not None:
             data["reward"] = torch.from_numpy(reward[:, None])
         if self._randomized:
-            data["randomization"] = TensorDict(
-                {
-                    field.field: torch.from_numpy(draws).to(self.dtype, copy=True)
-                    for field, draws in zip(self._randomization, self._draws, strict=True)
-                },
-                batch_size=self.batch_size,
-            )
-        return TensorDict(data, batch_size=self.batch_size, device=self.device)
+            draws = {
+                field.field: torch.from_numpy(drawn).to(self.dtype, copy=True)
+                for field, drawn in zip(self._randomization, self._draws, strict=True)
+            }
+            data["randomization"] = self._tensordict(draws)
+        return self._tensordict(data)
+
+    def _tensordict(self, data: dict[str, Any]) -> TensorDict:
+        # Of the right shapes: the constructor would look at each.
+        made = TensorDict._new_unsafe(data, batch_size=self.batch_size, device=torch.device("cpu"))
+        return made if self.device.type == "cpu" else made.to(self.device)
 
     # Resetting
 
@@ -469,35 +376,36 @@ class MujocoBatchEnv(EnvBase):
     def _reset_rows(self, rows: np.ndarray) -> None:
         driver, rng = self._driver, self._rng[rows]
         driver.reset(rows)
-        if self._initial_state_reads_derived:
+        if self._layout.initial_state_reads_derived:
             driver.forward(rows)
         sims = Simulations(driver, self.task.frame_skip, rows)
-        qpos, qvel = self.task.initial_state(sims, rng)
+        initial = initial_fields(self.task, sims, rng)
         for draws, field in zip(self._draws, self._randomized, strict=True):
             draws[rows] = field.sample(rows, rng)
-        self._check_initial_state(rows, qpos, qvel)
+        self._check_initial_state(rows, initial)
         if self._randomized:
             driver.set_const(rows)
-        self._write_state(rows, qpos, qvel)
+        self._write_state(rows, initial)
 
     @staticmethod
-    def _check_initial_state(rows: np.ndarray, qpos: np.ndarray, qvel: np.ndarray) -> None:
-        for name, array in (("qpos", qpos), ("qvel", qvel)):
+    def _check_initial_state(rows: np.ndarray, initial: Mapping[str, np.ndarray]) -> None:
+        for name, array in initial.items():
             # MuJoCo would put the default state in place of such numbers.
             with np.errstate(invalid="ignore"):
                 bad = ~(np.abs(array) < mujoco.mjMAXVAL)
             if bad.any():
-                where = rows[bad.any(1)].tolist() if bad.ndim == 2 else rows.tolist()
+                by_row = len(bad) == len(rows) and bad.ndim > 1  # else one state for all
+                where = (rows[bad.reshape(len(rows), -1).any(1)] if by_row else rows).tolist()
                 raise FloatingPointError(
                     f"the initial {name} is not finite, or not below {mujoco.mjMAXVAL:g}, in the "
                     f"rows {where}."
                 )
 
-    def _write_state(self, rows: np.ndarray, qpos: np.ndarray, qvel: np.ndarray) -> None:
+    def _write_state(self, rows: np.ndarray, initial: Mapping[str, np.ndarray]) -> None:
         """Starts an episode in a state."""
         driver = self._driver
-        driver.bind("qpos")[rows] = qpos
-        driver.bind("qvel")[rows] = qvel
+        for field, array in initial.items():
+            driver.bind(field)[rows] = array
         driver.forward(rows)
         sims = Simulations(driver, self.task.frame_skip, rows)
         observation = np.empty((len(rows), self._observations[0].shape[1]), np.float64)
@@ -534,7 +442,7 @@ class MujocoBatchEnv(EnvBase):
         """
         self._check_running()
         index = self._row_index(rows)
-        arrays = []
+        initial = {}
         for name, given, size in (("qpos", qpos, self.model.nq), ("qvel", qvel, self.model.nv)):
             array = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given, float)
             if array.shape not in ((size,), (len(index), size)):
@@ -544,151 +452,12 @@ class MujocoBatchEnv(EnvBase):
                 )
             if not np.isfinite(array).all():
                 raise ValueError(f"{name} is not finite.")
-            arrays.append(array)
+            initial[name] = array
         if len(index):
-            qpos, qvel = arrays
-            self._check_initial_state(index, qpos, qvel)
+            self._check_initial_state(index, initial)
             self._driver.reset(index)
-            self._write_state(index, qpos, qvel)
+            self._write_state(index, initial)
         return self._output(None)
-
-    # State
-
-    def get_state(self, rows: Any = None) -> TensorDict:
-        """Everything that the future of some rows depends on.
-
-        Args:
-            rows (Sequence[int] or bool mask, optional): which. Defaults to ``None``, all.
-
-        Returns:
-            TensorDict: of batch size ``[k]``, on the CPU: ``"physics"`` (float64,
-            ``mjSTATE_INTEGRATION``), ``"elapsed_steps"``, ``"rng"``, ``"observation"``, and, where
-            the task has them, ``"snapshot"`` and ``"randomization"`` (draws and model values).
-        """
-        self._check_running()
-        index = self._row_index(rows)
-        state = {
-            "physics": self._driver.state[index],
-            "elapsed_steps": self._elapsed[index],
-            "observation": self._observations[0][index],
-            "ended": self._ended[:, index].T.copy(),
-        }
-        if self._snapshot is not None:
-            state["snapshot"] = self._snapshot[index]
-        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in state.items()}
-        tensors["rng"] = self._rng[index].get_state()
-        for field, draws in zip(self._randomization, self._draws, strict=True):
-            values = self._driver.expand(field.field)
-            tensors.setdefault("randomization", {})[field.field] = {
-                "draws": torch.from_numpy(draws[index]),
-                "values": torch.from_numpy(values[index]),
-            }
-        return TensorDict(tensors, batch_size=[len(index)])
-
-    def set_state(self, state: TensorDictBase, rows: Any = None) -> None:
-        """Restores what :meth:`get_state` returned, in the same rows or in others.
-
-        What follows is what followed then, bit for bit, if the actions are the same. Fields of
-        the physics that are derived from the state are recomputed by the next step.
-
-        Args:
-            state (TensorDictBase): the state of ``k`` rows, or of one for all. Without ``"rng"``
-                the rows keep their random streams.
-            rows (Sequence[int] or bool mask, optional): the rows to write. Defaults to ``None``,
-                all.
-
-        Raises:
-            ValueError: if the state does not fit the environment or the rows.
-        """
-        self._check_running()
-        index = self._row_index(rows)
-        expected = self.get_state(index[:1])
-        missing = set(expected.keys(True, True)) - set(state.keys(True, True)) - {"rng"}
-        surplus = set(state.keys(True, True)) - set(expected.keys(True, True))
-        for what, keys in (("no", missing), ("entries that do not belong here:", surplus)):
-            if keys:
-                raise ValueError(f"the state has {what} {sorted(map(str, keys))}.")
-        if len(state.batch_size) != 1 or state.batch_size[0] not in (1, len(index)):
-            raise ValueError(
-                f"a state of batch size {tuple(state.batch_size)} does not fit {len(index)} rows."
-            )
-        for key, value in expected.items(True, True):
-            given = state.get(key, None)
-            if given is not None and given.shape[1:] != value.shape[1:]:
-                raise ValueError(
-                    f"{key!r} has the shape {tuple(given.shape[1:])} per row, this environment "
-                    f"{tuple(value.shape[1:])}: it is the state of another task."
-                )
-        state = state.cpu().expand(len(index))
-        self._driver.state[index] = state["physics"].numpy()
-        self._elapsed[index] = state["elapsed_steps"].numpy()
-        self._observations[0][index] = state["observation"].numpy()
-        self._ended[:, index] = state["ended"].numpy().T
-        if self._snapshot is not None:
-            self._snapshot[index] = state["snapshot"].numpy()
-        if "rng" in state:
-            self._rng[index].set_state(state["rng"])
-        for field, draws in zip(self._randomization, self._draws, strict=True):
-            entry = state["randomization", field.field]
-            draws[index] = entry["draws"].numpy()
-            self._driver.expand(field.field)[index] = entry["values"].numpy()
-        if self._randomization:
-            self._driver.set_const(index)
-
-    def get_extra_state(self) -> dict[str, torch.Tensor]:
-        """The part of ``state_dict``: :meth:`get_state` of all rows, and :attr:`num_unstable`.
-
-        Returns:
-            dict: flat, of tensors, with a number that stands for the task.
-        """
-        state = self.get_state().flatten_keys("/").to_dict()
-        return {**state, "num_unstable": self.num_unstable.clone(), "task": self._task_code()}
-
-    def _task_code(self) -> torch.Tensor:
-        """A number for the task, by which a checkpoint of another one with equal sizes is told."""
-        # Without the module: that of a script has another name in the processes it spawns.
-        return torch.tensor(zlib.crc32(type(self.task).__qualname__.encode()))
-
-    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Restores what :meth:`get_extra_state` returned.
-
-        Args:
-            state (dict): the state.
-
-        Raises:
-            ValueError: if it is the state of another number of environments or of another task.
-        """
-        state = dict(state)
-        num_unstable = state.pop("num_unstable", None)
-        if num_unstable is None:
-            raise ValueError("the state has no 'num_unstable': it is not that of a MujocoBatchEnv.")
-        task = state.pop("task", None)
-        if task is None or int(task) != int(self._task_code()):
-            raise ValueError(f"it is the state of another task than {type(self.task).__name__}.")
-        if len(num_unstable) != self.num_envs:
-            raise ValueError(
-                f"the state is that of {len(num_unstable)} environments; this has {self.num_envs}."
-            )
-        batch = TensorDict(state, batch_size=[self.num_envs]).unflatten_keys("/")
-        self.set_state(batch)
-        self.num_unstable = num_unstable.clone()
-
-    def _row_index(self, rows: Any) -> np.ndarray:
-        if rows is None:
-            return np.arange(self.num_envs)
-        array = np.asarray(rows.cpu() if isinstance(rows, torch.Tensor) else rows)
-        if array.dtype == bool and array.shape == (self.num_envs,):
-            return np.flatnonzero(array)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(
-                f"rows must be a sequence of integers or a mask of shape ({self.num_envs},), got "
-                f"{rows!r}."
-            )
-        if len(np.unique(array)) != len(array) or ((array < 0) | (array >= self.num_envs)).any():
-            raise ValueError(
-                f"rows must be distinct and in [0, {self.num_envs}), got {array.tolist()}."
-            )
-        return array.astype(np.int64)
 
     # Rendering
 
@@ -736,39 +505,6 @@ class MujocoBatchEnv(EnvBase):
 
     # Life cycle
 
-    def _check_running(self) -> None:
-        if self._driver is None:
-            raise RuntimeError("the environment is closed.")
-        if self._pid != os.getpid():
-            # Threads do not survive a fork: the child makes its own, and goes on from the state.
-            # A renderer does not either, and is kept, since it cannot be freed here.
-            self._pid = os.getpid()
-            self.__dict__["_inherited_renderer"] = self._renderer
-            self._restart(self.get_extra_state())
-
-    def _restart(self, state: dict[str, torch.Tensor]) -> None:
-        self._start()
-        self.set_extra_state(state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__())
-        state["_saved"] = None if self._driver is None else self.get_extra_state()
-        for name in ("_driver", "_randomized", "_renderer", "_rng"):
-            state[name] = None
-        for name in ("_ctrl", "_sims", "_inherited_renderer"):
-            state.pop(name, None)
-        for name in ("_observations", "_elapsed", "_ended", "_snapshot"):
-            state[name] = copy.deepcopy(state[name])
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        saved = state.pop("_saved")
-        super().__setstate__(state)
-        self._rng = RowGenerators.from_seeds(self.seeds.tolist())
-        if saved is not None:
-            self._restart(saved)
-
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Ends the threads and frees the simulations.
 
@@ -786,24 +522,3 @@ class MujocoBatchEnv(EnvBase):
         self.__dict__.pop("_sims", None)
         self._randomized = []
         super().close(raise_if_closed=raise_if_closed)
-
-
-def _check_randomization(given: Sequence[ModelRandomization]) -> tuple[ModelRandomization, ...]:
-    for entry in given:
-        if not isinstance(entry, ModelRandomization):
-            raise TypeError(f"randomization must hold ModelRandomization, got {entry!r}.")
-    fields = [entry.field for entry in given]
-    for field, reason in _FIXED_FIELDS.items():
-        if field in fields:
-            raise ValueError(f"{field} {reason}.")
-    if len(set(fields)) != len(fields):
-        raise ValueError(
-            f"a field can be randomised once; {fields} names one twice, and the second draw would "
-            "overwrite the first."
-        )
-    return tuple(given)
-
-
-def _as_parts(observation: Any) -> Sequence[np.ndarray]:
-    """An observation as a sequence of arrays; what is neither comes as the only part."""
-    return observation if isinstance(observation, (tuple, list)) else [observation]

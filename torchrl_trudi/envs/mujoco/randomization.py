@@ -178,6 +178,48 @@ class RandomizedField:
         return draws
 
 
+# Model fields that cannot be randomised.
+_FIXED_FIELDS = {
+    "qpos0": "is what an episode's initial state starts from, and cannot be randomised: draw the "
+    "initial positions in the task's initial_state",
+    "opt.timestep": "is the same in all environments, as is the time between actions",
+    "actuator_ctrlrange": "is the range of the action, which is the same in all environments: scale "
+    "actuator_gear or actuator_gainprm",
+}
+
+
+def check_randomization(given: Sequence[ModelRandomization]) -> tuple[ModelRandomization, ...]:
+    """Checks what is to be randomised, as far as it can be told without the model.
+
+    Args:
+        given (Sequence[ModelRandomization]): the fields.
+
+    Returns:
+        tuple of ModelRandomization: the same.
+
+    Raises:
+        TypeError: if it is something else.
+        ValueError: if a field cannot be randomised, or is named twice.
+    """
+    if not isinstance(given, Sequence):
+        raise TypeError(
+            f"randomization must be a sequence of ModelRandomization, such as a list, got {given!r}."
+        )
+    for entry in given:
+        if not isinstance(entry, ModelRandomization):
+            raise TypeError(f"randomization must hold ModelRandomization, got {entry!r}.")
+    fields = [entry.field for entry in given]
+    for field, reason in _FIXED_FIELDS.items():
+        if field in fields:
+            raise ValueError(f"{field} {reason}.")
+    if len(set(fields)) != len(fields):
+        raise ValueError(
+            f"a field can be randomised once; {fields} names one twice, and the second draw would "
+            "overwrite the first."
+        )
+    return tuple(given)
+
+
 def _listed(given: Sequence | None) -> list | None:
     return None if given is None else list(given)
 

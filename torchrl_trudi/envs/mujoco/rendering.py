@@ -10,8 +10,8 @@ import mujoco
 import numpy as np
 
 from torchrl_trudi.envs._validation import check_int, did_you_mean
-from torchrl_trudi.envs.mujoco._drivers import PhysicsDriver
 from torchrl_trudi.envs.mujoco._logging import silent_physics
+from torchrl_trudi.envs.mujoco._physics_driver import PhysicsDriver
 
 # Of this process: a second attempt after a failed one can abort it.
 _failures: list[str] = []

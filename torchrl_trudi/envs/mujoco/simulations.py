@@ -7,8 +7,8 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from torchrl_trudi.envs.mujoco._drivers import model_field
 from torchrl_trudi.envs.mujoco._logging import silent_physics
+from torchrl_trudi.envs.mujoco._physics_driver import model_field
 
 
 class Simulations:

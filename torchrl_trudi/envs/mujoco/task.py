@@ -14,7 +14,7 @@ import numpy as np
 from torchrl_trudi.envs._validation import check_int, did_you_mean
 from torchrl_trudi.envs.mujoco._generators import RowGenerators
 from torchrl_trudi.envs.mujoco._model import load_model
-from torchrl_trudi.envs.mujoco.randomization import ModelRandomization
+from torchrl_trudi.envs.mujoco.randomization import ModelRandomization, check_randomization
 from torchrl_trudi.envs.mujoco.simulations import Simulations
 
 
@@ -70,7 +70,7 @@ class MujocoTask(abc.ABC):
         camera: Mapping[str, Any] | None = None,
     ) -> None:
         self.model_source = model
-        self.randomization = tuple(randomization)
+        self.randomization = check_randomization(randomization)
         self.frame_skip = check_int("frame_skip", frame_skip, 1)
         if max_episode_steps is not None:
             max_episode_steps = check_int("max_episode_steps", max_episode_steps, 1)
@@ -97,7 +97,9 @@ class MujocoTask(abc.ABC):
         del model
 
     @abc.abstractmethod
-    def initial_state(self, sims: Simulations, rng: RowGenerators) -> tuple[np.ndarray, np.ndarray]:
+    def initial_state(
+        self, sims: Simulations, rng: RowGenerators
+    ) -> tuple[np.ndarray, np.ndarray] | Mapping[str, np.ndarray]:
         """Draws initial states.
 
         Args:
@@ -106,8 +108,10 @@ class MujocoTask(abc.ABC):
             rng (RowGenerators): their random streams.
 
         Returns:
-            tuple of numpy.ndarray: ``qpos`` ``[n, nq]`` and ``qvel`` ``[n, nv]``. A quaternion
-            need not have norm 1.
+            tuple of numpy.ndarray, or a mapping of them: ``qpos`` ``[n, nq]`` and ``qvel``
+            ``[n, nv]``; or some of ``"qpos"``, ``"qvel"``, ``"act"`` ``[n, na]``, ``"mocap_pos"``
+            ``[n, nmocap, 3]`` and ``"mocap_quat"`` ``[n, nmocap, 4]``, the others being left as
+            they are. A quaternion need not have norm 1.
         """
 
     @abc.abstractmethod
