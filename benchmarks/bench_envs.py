@@ -45,8 +45,8 @@ import torch
 from _env_contenders import Contender, Settings, make_replays
 from _env_rivals import HAS_ENVPOOL, envpool_tasks, make_collectors, make_envpool, make_rivals
 
+from torchrl_trudi.envs import available_cpus
 from torchrl_trudi.envs.mujoco import MujocoBatchEnv, registered_tasks
-from torchrl_trudi.envs.mujoco._drivers import default_num_threads
 
 RATIOS = (
     ("env", "physics"),
@@ -270,7 +270,7 @@ def print_machine() -> None:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{package} absent")
-    print(f"{cpu_model()}, {default_num_threads()} of {os.cpu_count()} CPUs available")
+    print(f"{cpu_model()}, {available_cpus()} of {os.cpu_count()} CPUs available")
     print(f"Python {platform.python_version()}, {', '.join(versions)}; Torch on 1 thread")
     print_load("start")
 
@@ -289,7 +289,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     add("--tasks", [*tasks, "InvertedPendulum-v5"], "tasks; none, no speeds", nargs="*")
     add("--num-envs", [64, 256, 1024], "batch sizes", nargs="+", type=int)
-    add("--threads", default_num_threads(), "threads of the physics", type=int)
+    add("--threads", available_cpus(), "threads of the physics", type=int)
     add("--rival-envs", 64, "environments of Gymnasium, at most; 0, no rivals", type=int)
     add("--repetitions", 5, "repetitions", type=int)
     add("--seconds", 1.0, "length of a repetition, about", type=float)

@@ -68,7 +68,7 @@ def train(config: TrainConfig) -> Path:
     from torchrl.envs import ExplorationType
     from tqdm import tqdm
 
-    from torchrl_trudi.envs import get_observation_norm
+    from torchrl_trudi.envs import available_cpus, get_observation_norm
     from torchrl_trudi.record import ScalarWriter, evaluate, plot_learning_curve
     from torchrl_trudi.trainers.builders import (
         build_actor,
@@ -80,8 +80,8 @@ def train(config: TrainConfig) -> Path:
     )
 
     device = resolve_device(config.device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    # PyTorch counts the host's CPUs, of which a container may have a few.
+    torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), available_cpus()))
     torch.manual_seed(config.seed)
 
     # The parts. Nothing is written before all of them could be built.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchrl_trudi.envs.chain_cast import ChainCast
+from torchrl_trudi.envs.cpus import available_cpus
 from torchrl_trudi.envs.finite_check import FiniteCheck
 from torchrl_trudi.envs.make_env import get_observation_norm, make_env
 from torchrl_trudi.envs.mujoco import (
@@ -27,6 +28,7 @@ __all__ = [
     "RunningMeanVar",
     "RunningObservationNorm",
     "Simulations",
+    "available_cpus",
     "get_observation_norm",
     "make_env",
     "register_task",

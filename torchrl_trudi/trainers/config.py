@@ -341,7 +341,9 @@ class TrainConfig:
         "Continue a run: its directory, or latest for the newest run in logger.dir.",
     )
     num_threads: int | None = option(
-        None, "CPU threads of PyTorch; null leaves the choice to PyTorch.", ge=1
+        None,
+        "CPU threads of PyTorch; null takes its own number, but no more than the process has CPUs.",
+        ge=1,
     )
     env: EnvConfig = dataclasses.field(default_factory=EnvConfig)
     collector: CollectorConfig = dataclasses.field(default_factory=CollectorConfig)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import mujoco
 import numpy as np
@@ -13,7 +12,6 @@ from envs.mujoco._tasks import SCENE, Slider, play
 from torchrl_trudi.envs.mujoco import MujocoBatchEnv, _drivers
 from torchrl_trudi.envs.mujoco._drivers import (
     DRIVERS,
-    default_num_threads,
     make_driver,
 )
 from torchrl_trudi.envs.mujoco._physics_driver import POST_CONSTRAINT_FIELDS
@@ -351,7 +349,6 @@ def test_threads():
     model = mujoco.MjSpec.from_string(SCENE).compile()
     for name in NAMES:
         assert make_driver(name, model, 2, 64).num_threads == 2
-    assert default_num_threads() == len(os.sched_getaffinity(0))
 
 
 def test_without_the_batch_of_mujoco(monkeypatch):

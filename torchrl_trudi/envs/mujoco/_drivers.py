@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import mujoco
@@ -12,13 +11,6 @@ from torchrl_trudi.envs.mujoco._physics_driver import PhysicsDriver
 from torchrl_trudi.envs.mujoco._thread_driver import ThreadDriver
 
 DRIVERS: dict[str, type[PhysicsDriver]] = {"batch": BatchDriver, "threads": ThreadDriver}
-
-
-def default_num_threads() -> int:
-    """The number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def make_driver(name: str, *args: Any, **kwargs: Any) -> PhysicsDriver:

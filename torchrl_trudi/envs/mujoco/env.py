@@ -14,8 +14,9 @@ from torchrl.data import Binary, Bounded, Composite, Unbounded
 
 from torchrl_trudi.envs._seeding import first_seed
 from torchrl_trudi.envs._validation import check_choice, check_int, import_task, list_rows
+from torchrl_trudi.envs.cpus import available_cpus
 from torchrl_trudi.envs.mujoco._complete_outputs import CompleteOutputs
-from torchrl_trudi.envs.mujoco._drivers import DRIVERS, default_num_threads, make_driver
+from torchrl_trudi.envs.mujoco._drivers import DRIVERS, make_driver
 from torchrl_trudi.envs.mujoco._generators import RowGenerators
 from torchrl_trudi.envs.mujoco._model import check_model, load_model
 from torchrl_trudi.envs.mujoco._physics_driver import POST_CONSTRAINT_FIELDS
@@ -149,7 +150,7 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         self.max_episode_steps = (
             task.max_episode_steps if max_episode_steps is None else max_episode_steps
         )
-        self._num_threads = default_num_threads() if num_threads is None else num_threads
+        self._num_threads = available_cpus() if num_threads is None else num_threads
         self._driver_name = driver
         self._randomization = check_randomization(
             task.randomization if randomization is None else randomization
