@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from _learner_parts import Sizes, make_actor
+from _timing import medians_ms
 from tensordict import TensorDict
 
-from torchrl_trudi.modules import DenoisingModel, DiffusionActor, ScoreNetwork
+from torchrl_trudi.modules import DenoisingModel
 from torchrl_trudi.objectives import TrajectoryKLProjection
 
 
@@ -37,26 +36,11 @@ def naive_sample(model: DenoisingModel, observation: torch.Tensor, noise: torch.
     return torch.stack(latents, 1)
 
 
-def median_ms(function: Callable[[], object], repeats: int) -> float:
-    """Median wall time of a call, after one to warm up."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
 def run(batch: int, obs: int, act: int, width: int, repeats: int) -> dict[str, float]:
     """Times in ms, and naive / ours ratios."""
     torch.manual_seed(0)
-    actor = DiffusionActor(
-        act,
-        score_network=ScoreNetwork(act, obs, hidden_size=width, output_gain=1.0),
-        return_chain=True,
-        return_dist_params=True,
-    )
+    sizes = Sizes(obs, act, width)
+    actor = make_actor(sizes, return_chain=True, return_dist_params=True)
     observation = torch.randn(batch, obs)
     noise = actor.module.draw_noise((batch,))
     with torch.no_grad():
@@ -78,14 +62,12 @@ def run(batch: int, obs: int, act: int, width: int, repeats: int) -> dict[str, f
     def sample_naive() -> None:
         naive_sample(actor.module, observation, noise)
 
-    out = {
-        "sample_ms": median_ms(sample, repeats),
-        "sample_naive_ms": median_ms(sample_naive, repeats),
-    }
+    functions = {"sample": sample, "sample_naive": sample_naive}
     for name, region in regions.items():
-        out[f"kl_{name}_ms"] = median_ms(
-            lambda region=region: region(data)["loss_trajectory_kl"].backward(), repeats
-        )
+        functions[f"kl_{name}"] = lambda region=region: region(data)[
+            "loss_trajectory_kl"
+        ].backward()
+    out = {f"{name}_ms": value for name, value in medians_ms(functions, repeats).items()}
     out["sample_ratio"] = out["sample_naive_ms"] / out["sample_ms"]
     out["kl_ratio"] = out["kl_target_ms"] / out["kl_recorded_ms"]
     return out

@@ -19,83 +19,30 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
-import time
 from collections.abc import Callable
 
 import _naive_learner as naive
 import torch
+from _learner_parts import Sizes, actor_total, make_batch, make_parts, move_policy, step
+from _timing import medians_ms
 from tensordict import TensorDict
 
-from torchrl_trudi.modules import (
-    DiffusionActor,
-    HLGaussCritic,
-    HLGaussValueOperator,
-    ScoreNetwork,
-)
-from torchrl_trudi.objectives import SoftTDLambdaEstimator, TrajectoryKLProjection, TruDiLoss
+from torchrl_trudi.objectives import SoftTDLambdaEstimator, TruDiLoss
 
 SIZES = {"reference": (67, 21), "humanoid": (348, 17)}
-MAX_GRAD_NORM = 0.5
-
-
-def medians_ms(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median wall time of each, taking turns, after one call of each to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if repeat:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def make_parts(obs: int, act: int, width: int, **kwargs) -> tuple[DiffusionActor, TruDiLoss]:
-    """An actor whose control is not almost zero, and the loss."""
-    actor = DiffusionActor(
-        act,
-        score_network=ScoreNetwork(act, obs, hidden_size=width, output_gain=1.0),
-        return_chain=True,
-        return_dist_params=True,
-    )
-    critic = HLGaussValueOperator(HLGaussCritic(obs + act, -10.0, 10.0, hidden_size=width))
-    region = TrajectoryKLProjection(actor, eps=0.1)
-    return actor, TruDiLoss(actor, critic, trajectory_kl=region, **kwargs)
-
-
-def make_batch(actor: DiffusionActor, batch: int, obs: int) -> TensorDict:
-    """States with the recorded chain."""
-    with torch.no_grad():
-        return actor(TensorDict({"observation": torch.randn(batch, obs)}, [batch]))
-
-
-def move_policy(loss: TruDiLoss, batch: TensorDict) -> None:
-    """Moves the policy off the recorded one, and puts the bound where half of the states pass."""
-    with torch.no_grad():
-        for parameter in loss.actor_parameters():
-            parameter.add_(0.02 * parameter.abs().mean() * torch.randn_like(parameter))
-        loss.trajectory_kl.eps.copy_(loss.trajectory_kl.path_kl(batch).kl.median())
-
-
-def update(loss: TruDiLoss, optim: torch.optim.Optimizer, total: torch.Tensor) -> None:
-    """Backward pass, clipping and Adam."""
-    optim.zero_grad()
-    total.backward()
-    torch.nn.utils.clip_grad_norm_(list(loss.actor_parameters()), MAX_GRAD_NORM)
-    optim.step()
 
 
 def bench_size(obs: int, act: int, args: argparse.Namespace) -> dict[str, float]:
     """Times in ms at one size."""
     torch.manual_seed(0)
     batch_size = args.batch
-    actor, loss = make_parts(obs, act, args.width)
+    actor, loss = make_parts(Sizes(obs, act, args.width))
     old_model = copy.deepcopy(actor.module)
-    batch = make_batch(actor, batch_size, obs)
+    batch = make_batch(actor, batch_size)
     move_policy(loss, batch)
+    parameters = list(loss.actor_parameters())
     # Steps of size zero: every repetition sees the same gate.
-    optim = torch.optim.Adam([*loss.actor_parameters(), *loss.dual_parameters()], lr=0.0)
+    optim = torch.optim.Adam([*parameters, *loss.dual_parameters()], lr=0.0)
     adjoint = TruDiLoss(
         actor,
         loss.critic_network,
@@ -106,13 +53,11 @@ def bench_size(obs: int, act: int, args: argparse.Namespace) -> dict[str, float]
     model = actor.module
 
     def ours(which: TruDiLoss) -> None:
-        out = which.actor_loss(batch)
-        keys = ("loss_actor", "loss_temperature", "loss_kl_multiplier")
-        update(which, optim, sum(out[key] for key in keys))
+        step(parameters, optim, actor_total(which, batch))
 
     def published() -> None:
         noise, old_noise = model.draw_noise((batch_size,)), model.draw_noise((batch_size,))
-        update(loss, optim, naive.actor_loss(loss, old_model, batch, noise, old_noise))
+        step(parameters, optim, naive.actor_loss(loss, old_model, batch, noise, old_noise))
 
     observation = batch["observation"]
     num_steps, num_envs = args.rollout_steps, args.envs
