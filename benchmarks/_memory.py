@@ -14,9 +14,9 @@ import torch
 from _learner_parts import Sizes
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchrl_trudi.modules._control import _BLOCK_ROWS
+
 FLOAT = 4
-# Rows of the score network that the library evaluates at once on the CPU.
-BLOCK_ROWS = 2048
 
 
 def rollout_bytes(s: Sizes, bookkeeping: int = 44) -> dict[str, int]:
@@ -126,7 +126,7 @@ def actor_peak(
     gate: float,
     adjoint_steps: int | None = None,
     *,
-    block_rows: int | None = BLOCK_ROWS,
+    block_rows: int | None = _BLOCK_ROWS,
 ) -> float:
     """Loss of the actor and its backward pass, beside parameters, gradients and the minibatch.
 

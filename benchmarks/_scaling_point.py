@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from torchrl_trudi.objectives import SoftTDLambdaEstimator
 from torchrl_trudi.trainers import TrainConfig
-from torchrl_trudi.trainers.update import TruDiUpdate
+from torchrl_trudi.trainers.builders import build_update
 
 PARTS = ("acting", "estimation", "update")
 
@@ -89,11 +89,9 @@ def make_learner(point: Point, device: torch.device | None = None) -> Learner:
     batch = make_batch(actor, point.minibatch)
     move_policy(loss, batch)
     # Steps of size zero: every repetition sees the same gate.
-    step = TruDiUpdate(
-        loss,
-        torch.optim.Adam(loss.actor_param_groups(lr=0.0)),
-        torch.optim.Adam(loss.critic_parameters(), lr=0.0),
-    )
+    config = TrainConfig()
+    config.optim.lr = 0.0
+    step = build_update(config, loss)
     estimator = SoftTDLambdaEstimator(
         gamma=0.99,
         lmbda=0.95,
