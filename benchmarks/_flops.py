@@ -46,7 +46,7 @@ def estimation(s: Sizes, fresh: float = 1.0) -> float:
         fresh: fraction of the next states at which a chain is drawn; less than 1 with
             ``reuse_actions=True``, where it is the fraction of rows that end an episode or the rollout.
     """
-    return fresh * chain(s) + critic_value(s) + critic_predictor(s)
+    return fresh * chain(s) + critic_value(s)
 
 
 def critic_update(s: Sizes) -> int:

@@ -14,7 +14,6 @@ import torch
 from _learner_parts import Sizes
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchrl_trudi.modules._control import _BLOCK_ROWS
 
 FLOAT = 4
 
@@ -125,8 +124,6 @@ def actor_peak(
     batch: int,
     gate: float,
     adjoint_steps: int | None = None,
-    *,
-    block_rows: int | None = _BLOCK_ROWS,
 ) -> float:
     """Loss of the actor and its backward pass, beside parameters, gradients and the minibatch.
 
@@ -139,7 +136,6 @@ def actor_peak(
         batch: states.
         gate: fraction of them inside the trust region.
         adjoint_steps: ``num_adjoint_steps`` of adjoint matching; ``None`` is the pathwise gradient.
-        block_rows: rows of the score network evaluated at once, ``None`` for all, as on a GPU.
     """
     # Those of the parameters, and two slices' of the first layer's weight, zeros around each. They
     # are there when the part that was recorded last is through the backward pass.
@@ -155,10 +151,7 @@ def actor_peak(
     if adjoint_steps is None:
         backward = 3.5 * s.width + s.num_bins
         critic = max(3 * noise + s.obs + 2 * s.width + numbers, backward)
-        rows = num_beyond * s.num_steps
-        # The sum of the first layer's parts stays alive until the network returns.
-        block = rows if block_rows is None else min(rows, FLOAT * block_rows)
-        scoring = block * s.width + num_beyond * (s.width + noise + s.num_steps * s.act)
+        scoring = num_beyond * (s.width + noise + s.num_steps * s.act)
         return max(
             inside + num_inside * critic,
             inside + beyond + held + scoring,
@@ -167,8 +160,8 @@ def actor_peak(
         )
     chain = (4 * s.num_steps + 2) * s.act + numbers
     target = s.obs + (s.obs + s.act) + _value(s) + 2.5 * s.width + s.num_bins + chain
-    # Per row the step's part of the first layer, and the sum of the parts.
-    regression = (2 * adjoint_steps + 1) * s.width
+    # Per row the step's part of the first layer.
+    regression = (adjoint_steps + 1) * s.width
     sampling += noise + s.act
     return max(
         num_inside * target,

@@ -163,7 +163,7 @@ class TestPeaks:
         device = torch.device("cuda")
         *_, update = make_update(Sizes(), 4096, gate, device)
         gc.collect()
-        peak = _memory.actor_peak(Sizes(), 4096, gate, block_rows=None)
+        peak = _memory.actor_peak(Sizes(), 4096, gate)
         measured = _memory.measured_peak(update, device)
         assert peak == pytest.approx(measured, rel=TOLERANCE)
 

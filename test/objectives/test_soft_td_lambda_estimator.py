@@ -292,7 +292,9 @@ class TestChunks:
         fix_noise(monkeypatch, actor, noise)
         whole = make_estimator(actor, critic)(data.clone())
         sizes = []
-        hook = critic.module.register_forward_hook(lambda _, args, out: sizes.append(len(args[0])))
+        hook = critic.module.encoder.register_forward_hook(
+            lambda _, args, out: sizes.append(len(args[0]))
+        )
         parts = make_estimator(actor, critic, chunk_size=size)(data.clone())
         hook.remove()
         assert max(sizes) <= size and sum(sizes) == 8

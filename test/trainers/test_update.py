@@ -134,7 +134,7 @@ def test_autocast():
     (batch,) = make_batches(loss, 1)
     seen = set()
     network = loss.actor_network.module.score_network
-    network.output.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    network.hidden.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
     plain = run(make_update(make_loss()), [batch])
     short = run(make_update(loss, autocast_dtype=torch.bfloat16), [batch])
     assert seen == {torch.bfloat16}
@@ -159,7 +159,7 @@ def test_gaussian_policy(caplog):
     loss = make_loss(make=make_gaussian)
     seen = set()
     network = loss.actor_network.module.network
-    network.output.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    network.hidden.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
     (short,), params = run(make_update(loss, autocast_dtype=torch.bfloat16), batches[:1])
     assert seen == {torch.bfloat16}
     assert {value.dtype for value in (*short.values(), *params)} == {torch.float32}

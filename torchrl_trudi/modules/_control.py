@@ -17,7 +17,7 @@ class ChainControl:
     Args:
         network: a score network. One with the three ``project_observation`` / ``project_steps`` /
             ``forward_projected`` methods of :class:`~torchrl_trudi.modules.ScoreNetwork` sees the
-            observation and the steps once.
+            observation and the steps once, and with its ``shared_weights`` cuts its weights once.
         observation (torch.Tensor): ``[*B, O]``.
         steps (torch.Tensor): step indices ``[N]``.
     """
@@ -25,6 +25,9 @@ class ChainControl:
     def __init__(self, network: Any, observation: torch.Tensor, steps: torch.Tensor) -> None:
         self._network = network
         self._projects = hasattr(network, "forward_projected")
+        self._weights: tuple[tuple[torch.Tensor, ...], ...] = ()
+        if hasattr(network, "shared_weights"):
+            self._weights = (network.shared_weights(observation.shape[:-1].numel()),)
         self._observation = (
             network.project_observation(observation) if self._projects else observation
         )
@@ -41,7 +44,9 @@ class ChainControl:
         """At one step of all states: latent ``[*B, A] -> [*B, A]``."""
         step = self._steps[n]
         if self._projects:
-            control = self._network.forward_projected(latent, self._observation, step)
+            control = self._network.forward_projected(
+                latent, self._observation, step, *self._weights
+            )
         else:
             control = self._network(latent, self._observation, step)
         # Under autocast the network answers in a short type; the chain stays in its own.
@@ -86,7 +91,7 @@ class ChainControl:
         step = self._steps[steps]
         observation = self._observation.unsqueeze(-2)
         if self._projects:
-            control = self._network.forward_projected(latents, observation, step)
+            control = self._network.forward_projected(latents, observation, step, *self._weights)
         else:
             shape = latents.shape[:-1]
             observation = observation.expand(*shape, observation.shape[-1])

@@ -236,7 +236,19 @@ class HLGaussCritic(nn.Module):
         Returns:
             torch.Tensor: ``[*B]``.
         """
-        return self.support.value(self._evaluate(inputs)[1])
+        return self.value_and_embedding(*inputs)[0]
+
+    def value_and_embedding(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Value and embedding, without the predictor.
+
+        Args:
+            *inputs (torch.Tensor): see :meth:`forward`.
+
+        Returns:
+            tuple of torch.Tensor: ``[*B]`` and ``[*B, hidden_size]``.
+        """
+        embedding, logits = self._evaluate(inputs)
+        return self.support.value(logits), embedding
 
     def _evaluate(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedding and logits."""

@@ -76,15 +76,13 @@ def _output_layer(
     return layer
 
 
-def _narrow_linear(layer: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """A Linear layer with few outputs, ``[*B, hidden_size] -> [*B, out_dim]``."""
+def _widened(layer: nn.Linear, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and bias of a layer with few outputs, with rows of zeros where that is faster."""
     missing = -layer.out_features % 8
-    if missing and hidden.device.type == "cpu" and hidden.shape[:-1].numel() >= 128:
+    if missing and layer.weight.device.type == "cpu" and num_rows >= 128:
         # A product with a multiple of 8 columns is a third faster, columns of zeros included.
-        weight = F.pad(layer.weight, (0, 0, 0, missing))
-        bias = F.pad(layer.bias, (0, missing))
-        return F.linear(hidden, weight, bias)[..., : layer.out_features]
-    return layer(hidden)
+        return F.pad(layer.weight, (0, 0, 0, missing)), F.pad(layer.bias, (0, missing))
+    return layer.weight, layer.bias
 
 
 class StepEmbedding(nn.Module):
@@ -218,22 +216,52 @@ class ScoreNetwork(nn.Module):
         weight = self.input.weight[:, self.action_dim + self.obs_dim :]
         return F.linear(self.step_embedding(step), weight, self.input.bias)
 
+    def shared_weights(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """The parts of the weights that all steps of a chain use, cut out once.
+
+        Args:
+            num_rows (int): rows of the latents that one call takes.
+
+        Returns:
+            tuple of torch.Tensor: the latent's part of the first layer, transposed, and weight and
+            bias of the last.
+        """
+        latent = self.input.weight[:, : self.action_dim].t()
+        return (latent, *_widened(self.output, num_rows))
+
     def forward_projected(
-        self, latent: torch.Tensor, observation_part: torch.Tensor, step_part: torch.Tensor
+        self,
+        latent: torch.Tensor,
+        observation_part: torch.Tensor,
+        step_part: torch.Tensor,
+        weights: tuple[torch.Tensor, ...] | None = None,
     ) -> torch.Tensor:
-        """Control from a latent ``[*B, A]`` and the two projected parts (broadcast)."""
+        """Control from a latent and the projected parts.
+
+        Args:
+            latent (torch.Tensor): ``[*B, A]``.
+            observation_part (torch.Tensor): of :meth:`project_observation`, broadcast.
+            step_part (torch.Tensor): of :meth:`project_steps`, broadcast.
+            weights (tuple, optional): of :meth:`shared_weights`. Defaults to ``None``, cut out here.
+
+        Returns:
+            torch.Tensor: ``[*B, A]``.
+        """
         # The sum of the parts is what the matrix product is added to: one pass over it less.
         base = observation_part + step_part
         shape = base.shape[:-1]
         if shape != latent.shape[:-1]:
             shape = torch.broadcast_shapes(shape, latent.shape[:-1])
             base, latent = base.expand(*shape, -1), latent.expand(*shape, -1)
+        if weights is None:
+            weights = self.shared_weights(shape.numel())
+        first, last, bias = weights
         hidden = torch.addmm(
-            base.reshape(-1, base.shape[-1]),
-            latent.reshape(-1, self.action_dim),
-            self.input.weight[:, : self.action_dim].t(),
+            base.reshape(-1, base.shape[-1]), latent.reshape(-1, self.action_dim), first
         )
-        out = _narrow_linear(self.output, self.hidden(hidden)).view(*shape, self.action_dim)
+        del base  # as large as each layer's output
+        out = F.linear(self.hidden(hidden), last, bias)[:, : self.action_dim]
+        out = out.view(*shape, self.action_dim)
         if self.output_clip is None:
             return out
         return out.clamp(-self.output_clip, self.output_clip)
@@ -346,4 +374,6 @@ class GaussianNetwork(nn.Module):
             )
         hidden = self.hidden(self.input(observation))
         # Under autocast the layers answer in a short type: the scale is not taken in it.
-        return self.extractor(_narrow_linear(self.output, hidden).to(observation.dtype))
+        weight, bias = _widened(self.output, hidden.shape[:-1].numel())
+        out = F.linear(hidden, weight, bias)[..., : self.output.out_features]
+        return self.extractor(out.to(observation.dtype))

@@ -337,16 +337,19 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
 
     def _evaluate(self, states: TensorDict) -> None:
         """Writes the critic's outputs."""
-        keys = self.tensor_keys
+        keys, network = self.tensor_keys, self.value_network
         parts = []
-        for part in self._chunks(states.reshape(-1).select(*self.value_network.in_keys)):
-            evaluated = self.value_network(part)
-            parts.append(evaluated.select(keys.value, keys.embedding, strict=False))
-        out: TensorDictBase = torch.cat(parts).reshape(states.batch_size)
-        states.set("value", out.get(keys.value))
-        embedding = out.get(keys.embedding, None)
-        if embedding is not None:
-            states.set("embedding", embedding)
+        for part in self._chunks(states.reshape(-1).select(*network.in_keys)):
+            if isinstance(network, HLGaussValueOperator):
+                value, embedding = network.value_and_embedding(part)
+                parts.append((value.unsqueeze(-1), embedding))
+                continue
+            # A copy, or the chunk would keep all that the network writes.
+            out = network(part.copy())
+            written = (out.get(keys.value), out.get(keys.embedding, None))
+            parts.append(tuple(entry for entry in written if entry is not None))
+        for name, entry in zip(("value", "embedding"), zip(*parts, strict=True), strict=False):
+            states.set(name, torch.cat(entry).unflatten(0, states.batch_size))
 
     def value_estimate(
         self,

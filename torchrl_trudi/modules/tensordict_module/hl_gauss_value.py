@@ -78,6 +78,17 @@ class HLGaussValueOperator(TensorDictModule):
         """
         return self.module.value(*(tensordict.get(key) for key in self.in_keys))
 
+    def value_and_embedding(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, torch.Tensor]:
+        """Value and embedding: nothing is written, and the prediction is not computed.
+
+        Args:
+            tensordict (TensorDictBase): holds the ``in_keys``.
+
+        Returns:
+            tuple of torch.Tensor: ``[*B]`` and ``[*B, hidden_size]``.
+        """
+        return self.module.value_and_embedding(*(tensordict.get(key) for key in self.in_keys))
+
     @property
     def value_key(self) -> NestedKey:
         """Key of the value, ``[*B, 1]``."""
