@@ -53,6 +53,18 @@ def test_the_scale_depends_on_the_state_and_has_a_floor(randomize):
     assert (network(torch.randn(9, O, **F64))[1] == 0.2).all()
 
 
+def test_autocast():
+    """The layers answer in the short type, the scale is computed in that of the observation."""
+    network = make(dtype=torch.float32, output_gain=1.0)
+    observation = torch.randn(50, O)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loc, scale = network(observation)
+    assert loc.dtype == scale.dtype == torch.float32
+    assert torch.equal(loc, loc.bfloat16().float())
+    assert not torch.equal(scale, scale.bfloat16().float())
+    torch.testing.assert_close(scale, network(observation)[1], rtol=0.02, atol=0)
+
+
 def test_shares_its_shape_with_the_score_network():
     """Equal width means equal hidden layers."""
     options = {"num_layers": 4, "hidden_size": 8, "norm": "rms", "activation": "silu"}
