@@ -55,6 +55,8 @@ class GaussianActor(ChainActor):
             Defaults to ``False``.
         return_path_log_prob (bool, optional): write the log-probability of the latent, the denominator
             of likelihood ratios: ``[*B]``, or ``[*B, 1]`` with ``event_dims=1``. Defaults to ``False``.
+        return_noise (bool, optional): write the standard normals that made the latent, ``[*B, 2, A]``
+            (index 0 unused), see :class:`~torchrl_trudi.modules.DiffusionActor`. Defaults to ``False``.
         event_dims (int, optional): ``2`` or ``1``, see :class:`~torchrl_trudi.modules.DenoisingPath`.
             Defaults to ``2``.
         noise_key (NestedKey, optional): optional input with the standard normals ``[*B, 2, A]`` (index
