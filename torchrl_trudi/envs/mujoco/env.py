@@ -13,8 +13,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Binary, Bounded, Composite, Unbounded
 
 from torchrl_trudi.envs._seeding import first_seed
-from torchrl_trudi.envs._validation import check_choice, check_int, import_task, list_rows
+from torchrl_trudi.envs._validation import check_choice, check_int, import_task
 from torchrl_trudi.envs.cpus import available_cpus
+from torchrl_trudi.envs.mujoco._action import read_action
 from torchrl_trudi.envs.mujoco._complete_outputs import CompleteOutputs
 from torchrl_trudi.envs.mujoco._drivers import DRIVERS, make_driver
 from torchrl_trudi.envs.mujoco._generators import RowGenerators
@@ -172,9 +173,8 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         n, layout, dtype = self.num_envs, self._layout, _NUMPY_DTYPES[self.dtype]
         # Two, because a simulation that diverges keeps its last observation.
         self._observations = [np.zeros((n, layout.observation_size), dtype) for _ in range(2)]
-        self._snapshot = (
-            None if layout.snapshot_size is None else np.zeros((n, layout.snapshot_size))
-        )
+        size = layout.snapshot_size
+        self._snapshot = None if size is None else np.zeros((n, size))
         self._elapsed = np.zeros(n, np.int64)
         self._ended = np.zeros((3, n), bool)  # terminated, truncated, unstable
 
@@ -246,7 +246,7 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self._check_running()
-        action = self._read_action(tensordict)
+        action = read_action(tensordict, self._action_shape)
         task, sims, before = self.task, self._sims, self._snapshot
         # TorchRL marks the rows to step while others wait for the end of their episodes.
         mask = tensordict.get("_step", None)
@@ -261,9 +261,8 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
             warned[failed] = True
 
         last, now = self._observations
-        with np.errstate(
-            over="ignore", invalid="ignore", divide="ignore"
-        ):  # of simulations that diverged
+        # Of simulations that diverged.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             self._write_observation(now, sims)
             after = task.snapshot(sims)
             reward = np.array(task.reward(sims, action, before, after), now.dtype)
@@ -300,31 +299,6 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
             self.set_state(kept, waiting)
             reward[waiting] = 0.0
         return self._output(reward)
-
-    def _read_action(self, tensordict: TensorDictBase) -> np.ndarray:
-        action = tensordict.get("action", None)
-        if action is None:
-            raise KeyError("the tensordict has no 'action'.")
-        if action.shape != self._action_shape or action.dtype != torch.float32:
-            raise ValueError(
-                f"the action has the shape {tuple(action.shape)} and dtype {action.dtype}; needed "
-                f"are {tuple(self._action_shape)} and torch.float32."
-            )
-        # Contiguous, because the order in which numpy sums a row follows its layout in memory.
-        array = np.ascontiguousarray(action.detach().cpu().numpy())
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.isfinite(array.sum())
-        if not finite:
-            rows = np.flatnonzero(~np.isfinite(array).all(1))
-            if len(rows):
-                raise ValueError(
-                    f"the action is not finite in {len(rows)} of {self.num_envs} rows: "
-                    f"{list_rows(rows.tolist())}. "
-                    "Nothing was stepped."
-                )
-        array = array.view()
-        array.flags.writeable = False  # the task only reads it
-        return array
 
     def _write_observation(self, out: np.ndarray, sims: Simulations) -> None:
         parts = as_parts(self.task.observation(sims))
