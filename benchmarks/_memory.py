@@ -14,7 +14,6 @@ import torch
 from _learner_parts import Sizes
 from torch.multiprocessing.reductions import StorageWeakRef
 
-
 FLOAT = 4
 
 

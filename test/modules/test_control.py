@@ -13,7 +13,7 @@ ACTION, OBS, STEPS = 2, 3, 4
 
 
 class Plain(nn.Module):
-    """ACTION network without the projections."""
+    """A network without the projections."""
 
     def __init__(self, network: ScoreNetwork) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_some_steps_and_rows(network):
 
 @pytest.mark.parametrize("indexed", [False, True])
 def test_blocks(network, indexed, monkeypatch):
-    """ACTION batch that is cut into blocks, and its gradient."""
+    """A batch that is cut into blocks, and its gradient."""
     hoisted, _, latents = control(network, 7)
     index = torch.stack([torch.randperm(STEPS) for _ in range(7)]) if indexed else slice(None)
     outs, grads, calls = [], [], []
@@ -83,3 +83,14 @@ def test_blocks(network, indexed, monkeypatch):
     assert len(calls) == 1 + 3
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*grads)
+
+
+def test_one_observation_for_many_chains(network, monkeypatch):
+    """Broadcast, also where the batch is larger than a block."""
+    monkeypatch.setattr(_control, "_BLOCK_ROWS", 2 * STEPS)
+    hoisted, _, _ = control(network, 1)
+    if not hoisted._projects:
+        pytest.skip("repeats the observation itself")
+    latents = torch.randn(7, STEPS, ACTION, dtype=torch.float64)
+    rows = torch.cat([hoisted.along(row.unsqueeze(0)) for row in latents])
+    torch.testing.assert_close(hoisted.along(latents), rows)

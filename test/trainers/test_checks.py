@@ -91,3 +91,28 @@ def test_what_needs_paths_of_a_kind(old_policy, key, value):
     (line,) = refused(config)
     assert line.startswith(f"{section}.{key}: got {value!r}, accepted: ")
     assert f"with trust_region.old_policy={old_policy}" in line
+
+
+@pytest.mark.parametrize(
+    "section, name, value",
+    [
+        ("trust_region", "mode", "lagrangian"),
+        ("trust_region", "old_policy", "target"),
+        ("optim", "compile", True),
+        ("optim", "cudagraphs", True),
+    ],
+)
+def test_entropy_of_some_states_needs_the_split(section, name, value):
+    config = {"objective": {"entropy_fraction": 0.5}, section: {name: value}}
+    (line,) = refused(config)
+    assert line.startswith("objective.entropy_fraction: got 0.5, accepted: 1 with ")
+    config["objective"]["entropy_fraction"] = 1.0
+    validate(config)
+
+
+@pytest.mark.parametrize(
+    "section, name, value", [("collector", "chain_dtype", "bfloat16"), ("optim", "autocast", True)]
+)
+def test_a_gaussian_policy_is_not_rounded(section, name, value):
+    (line,) = refused({"policy": {"kind": "gaussian"}, section: {name: value}})
+    assert line.startswith(f"{section}.{name}: got {value!r}, accepted: ")

@@ -23,12 +23,14 @@ def make_loss(dtype=torch.float32, device=None, make=make_actor, **kwargs) -> Tr
     return TruDiLoss(actor, make_critic(dtype=dtype), trajectory_kl=region, **kwargs).to(device)
 
 
-def make_update(loss: TruDiLoss, *, capturable: bool = False, **kwargs) -> TruDiUpdate:
-    groups = loss.actor_param_groups(lr=3e-3)
+def make_update(
+    loss: TruDiLoss, *, capturable: bool = False, lr: float = 3e-3, **kwargs
+) -> TruDiUpdate:
+    groups = loss.actor_param_groups(lr=lr)
     return TruDiUpdate(
         loss,
         torch.optim.Adam(groups, capturable=capturable),
-        torch.optim.Adam(loss.critic_parameters(), lr=3e-3, capturable=capturable),
+        torch.optim.Adam(loss.critic_parameters(), lr=lr, capturable=capturable),
         **kwargs,
     )
 
@@ -167,9 +169,44 @@ def test_gaussian_policy(caplog):
         torch.testing.assert_close(short[key], eager[0][0][key], rtol=0.02, atol=0.02)
 
 
+def test_autocast_gradients_and_kl():
+    """Of the gate's pass without a graph and the passes with one, in one context."""
+    grads = []
+    for dtype in (None, torch.bfloat16):
+        loss = make_loss()
+        update = make_update(loss, autocast_dtype=dtype, max_grad_norm=1e9)
+        batches = make_batches(loss, 1)
+        metrics = run(update, batches)[0][0]
+        assert 0 < metrics["gate_fraction"] < 1
+        grads.append([p.grad for p in loss.actor_network_params.values(True, True)])
+    pairs = [pair for pair in zip(*grads, strict=True) if pair[0] is not None]
+    assert len(pairs) > 8
+    for exact, short in pairs:
+        assert (exact - short).norm() < 0.1 * exact.norm() + 1e-4
+    # Rounding alone, of a policy that has not moved.
+    loss = make_loss()
+    batch = make_batch(loss.actor_network, ROWS)
+    with torch.autocast("cpu", torch.bfloat16):
+        kl = loss.trajectory_kl.path_kl(batch).kl
+    assert 0 < kl.max() < 1e-3
+
+
+def test_mask_reaches_the_critic():
+    loss = make_loss()
+    (batch,) = make_batches(loss, 1)
+    batch["mask"] = torch.zeros(ROWS, 1)
+    assert make_update(loss)(batch)["loss_critic"] == 0
+
+
+def test_compile_is_a_bool_or_its_arguments():
+    with pytest.raises(TypeError, match="bool or a dict of arguments, got None"):
+        make_update(make_loss(), compile=None)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
+        ({"autocast_dtype": torch.float16}, "must be torch.bfloat16 or None, got torch.float16"),
         ({"max_grad_norm": 0.0}, "must be positive, got 0.0"),
         ({"max_grad_norm": float("nan")}, "must be positive, got nan"),
         ({"cudagraphs": True}, "need a policy on a CUDA device, it is on cpu"),
@@ -198,13 +235,19 @@ class TestCudaGraphs:
 
     def test_noise_is_fresh(self):
         loss = make_loss(device="cuda")
-        update = make_update(loss, capturable=True, cudagraphs=True)
-        for optim in (update.optim_actor, update.optim_critic):
-            for group in optim.param_groups:
-                group["lr"] = 0.0
+        update = make_update(loss, capturable=True, cudagraphs=True, lr=0.0)
         (batch,) = make_batches(loss, 1)
         entropy = torch.stack([update(batch)["entropy"] for _ in range(40)])
         assert len(entropy[5:].unique()) == 35
+
+    def test_learning_rates_are_part_of_the_graph(self):
+        loss = make_loss(device="cuda")
+        update = make_update(loss, capturable=True, cudagraphs=True)
+        (batch,) = make_batches(loss, 1)
+        update(batch)
+        update.optim_actor.param_groups[0]["lr"] = 0.0
+        with pytest.raises(RuntimeError, match="learning rate has changed"):
+            update(batch)
 
     def test_optimisers_must_be_capturable(self):
         with pytest.raises(ValueError, match="capturable=True, got Adam without"):

@@ -14,12 +14,13 @@ __all__ = ["ChainCast"]
 class ChainCast(Transform):
     r"""Stores the chain of a :class:`~torchrl_trudi.modules.DiffusionActor` in a short float type.
 
-    For replay buffers: entries are cast when they are written and restored when they are sampled.
+    For denoising chains in replay buffers: entries are cast when they are written and restored when they are sampled.
     Means are stored as increments :math:`\mu_n(x_n) - x_n`. That is what makes a short type
     harmless: the path KL compares :math:`\mu_n` with the new policy's mean at the *stored*
     :math:`x_n`, so that rounding :math:`x_n` moves both, and an increment is rounded by much less
     than the mean itself, whose rounding error would count in full against the narrow kernels of the
-    last steps.
+    last steps. (Of a :class:`~torchrl_trudi.modules.GaussianActor` the increment is the mean: its
+    record is better left as it is.)
 
     Args:
         dtype (torch.dtype): ``torch.bfloat16`` or ``torch.float16``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ class ChainControl:
 
     def take(self, rows: torch.Tensor | slice) -> ChainControl:
         """The control of some of the observations."""
-        part = object.__new__(ChainControl)
-        part.__dict__.update(self.__dict__)
+        part = copy.copy(self)
         part._observation = self._observation[rows]
         return part
 
@@ -75,11 +75,11 @@ class ChainControl:
             blocks.append(self.take(rows)._along(latents[rows], some))
         return torch.cat(blocks)
 
-    @staticmethod
-    def _block_size(latents: torch.Tensor) -> int | None:
+    def _block_size(self, latents: torch.Tensor) -> int | None:
         """States of a block, ``None`` where the whole batch is one call."""
         if (
             latents.ndim != 3
+            or self._observation.shape[:-1] != latents.shape[:-2]  # broadcast
             or latents.device.type != "cpu"
             or torch.compiler.is_compiling()
             or latents.shape[0] * latents.shape[1] <= _BLOCK_ROWS

@@ -367,10 +367,14 @@ class DenoisingModel(ChainModel):
         def kernels(
             rows: torch.Tensor | None = None, steps: slice | torch.Tensor = slice(None)
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            part, latent = control, latents
+            part, latent = control, latents[..., :-1, :]
+            shared = isinstance(steps, slice)
+            if shared:  # before the rows, which are copied
+                latent = select_steps(latent, steps)
             if rows is not None:
-                part, latent = control.take(rows), latents[rows]
-            latent = select_steps(latent[..., :-1, :], steps)
+                part, latent = control.take(rows), latent[rows]
+            if not shared:
+                latent = select_steps(latent, steps)
             drifted = latent * keep[steps]
             if shift is not None:
                 drifted = drifted + shift[steps]

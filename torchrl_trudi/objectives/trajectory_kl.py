@@ -289,7 +289,11 @@ class TrajectoryKLProjection(LossModule):
                 "built with return_noise=True."
             )
         actor = self.actor_network
-        with self.target_actor_network_params.to_module(actor, preserve_module_state=False):
+        # Without autocast, as it was acted.
+        with (
+            torch.autocast(noise.device.type, enabled=False),
+            self.target_actor_network_params.to_module(actor, preserve_module_state=False),
+        ):
             chain = actor.module.sample(actor.observation(tensordict), noise)
         tensordict = tensordict.copy()
         tensordict.set(keys.chain, chain.latents)
@@ -298,6 +302,10 @@ class TrajectoryKLProjection(LossModule):
 
     def _recorded(self, tensordict: TensorDictBase) -> tuple[torch.Tensor, ...]:
         """The recorded chain, its means and its scales, each ``[*B, ., A]``."""
+        if self.old_policy == "target":
+            raise ValueError(
+                "This needs the chain that acted: old_policy='recorded' or 'replayed', not 'target'."
+            )
         recorded = []
         for role in ("chain", "loc", "scale"):
             key = getattr(self.tensor_keys, role)
@@ -327,6 +335,10 @@ class TrajectoryKLProjection(LossModule):
 
         Returns:
             torch.Tensor: ``[B]``, unbiased.
+
+        Raises:
+            ValueError: ``old_policy="target"``, which has no recorded chain.
+            KeyError: nothing recorded.
         """
         tensordict = self.replay(tensordict)
         latents, loc_old, scale_old = self._recorded(tensordict)
@@ -359,6 +371,10 @@ class TrajectoryKLProjection(LossModule):
         Returns:
             tuple: integer indices of the states inside and of those beyond, and the KL of the
             former, or, if ``complete``, of the former followed by the latter.
+
+        Raises:
+            ValueError: ``old_policy="target"``, which has no recorded chain.
+            KeyError: nothing recorded.
         """
         tensordict = self.replay(tensordict)
         latents, loc_old, scale_old = self._recorded(tensordict)

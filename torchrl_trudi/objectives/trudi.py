@@ -70,12 +70,12 @@ class TruDiLoss(LossModule):
             action box, so that it does not depend on the units of the action space. Defaults to
             ``None``, the policy's own: ``4.0`` for a diffusion policy, ``0.5`` for a Gaussian.
         aux_coeff (float, optional): weight of the auxiliary loss. Defaults to ``1.0``.
-        split_by_gate (bool, optional): with ``mode="switch"`` and the recorded old policy, evaluate
+        split_by_gate (bool, optional): with ``mode="switch"`` and a recorded or replayed old policy, evaluate
             the path KL of all states without a graph first, and then build a graph only for the
             branch that each state takes: same loss and gradient, about half the work. The parts
             have different sizes each time, so it is left out in compiled code and CUDA graphs.
             Defaults to ``True``.
-        actor_gradient (str, optional): ``"pathwise"`` differentiates :math:`\\alpha L - Q` through
+        actor_gradient (str, optional): ``"pathwise"`` differentiates :math:`\alpha L - Q` through
             the chain. ``"adjoint"`` draws the chain without a graph and regresses the control on
             the closed-form target of :meth:`adjoint_target`; friction and step sizes get no
             gradient from it. A Gaussian policy has no control. Defaults to ``"pathwise"``.
@@ -243,7 +243,7 @@ class TruDiLoss(LossModule):
 
     @property
     def target_actor_network_params(self) -> TensorDictParams:
-        """The old policy's parameters (``old_policy="target"``), else the detached current ones."""
+        """The old policy's parameters (``old_policy="target"`` or ``"replayed"``), else the detached current ones."""
         return self.trajectory_kl.target_actor_network_params
 
     # -- keys ------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class TruDiLoss(LossModule):
 
         Args:
             tensordict (TensorDictBase): states ``[*B]`` with the actor's and critic's observations
-                and the recorded chain (unless ``old_policy="target"``).
+                and what ``trajectory_kl.in_keys`` names of the record.
 
         Keyword Args:
             noise (torch.Tensor, optional): standard normals of the sampled chain ``[*B, N + 1, A]``.

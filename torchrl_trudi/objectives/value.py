@@ -52,7 +52,8 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         reuse_actions (bool, optional): whether the draw at the next state is, within an episode, the
             next row's recorded action, with its log-probability from the recorded chain: an
             on-policy draw that costs no network call. A chain of its own is then only drawn at
-            final states and in the last row. Needs the recorded chain, its means and its scales.
+            final states and in the last row. Needs the recorded action, and its log-probability
+            (of an actor with ``return_log_prob=True``) or the recorded chain, means and scales.
             Defaults to ``False``, a chain of its own everywhere.
         chunk_size (int, optional): largest number of transitions per network call; ``None`` for one
             call. Defaults to ``None``.

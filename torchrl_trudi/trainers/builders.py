@@ -236,7 +236,7 @@ def build_update(config: TrainConfig, loss: TruDiLoss) -> TruDiUpdate:
         The step; its optimisers are ``update.optim_actor`` and ``update.optim_critic``.
 
     Raises:
-        ConfigError: ``optim.cudagraphs`` without a GPU.
+        ConfigError: what the step refuses, such as ``optim.cudagraphs`` without a GPU.
     """
     optim = config.optim
     groups = loss.actor_param_groups(
@@ -256,4 +256,4 @@ def build_update(config: TrainConfig, loss: TruDiLoss) -> TruDiUpdate:
             cudagraphs=optim.cudagraphs,
         )
     except ValueError as error:
-        raise ConfigError(f"optim.cudagraphs: {error}") from error
+        raise ConfigError(f"optim: {error}") from error

@@ -113,6 +113,7 @@ def contradictions(config: TrainConfig) -> list[str]:
         problems.append(
             f"critic.vmin: got {critic.vmin}, accepted: less than critic.vmax={critic.vmax}"
         )
+    problems += _options_of_the_update(config)
     recorded = trust_region.old_policy
     if collector.chain_dtype != "float32" and recorded != "recorded":
         problems.append(
@@ -141,6 +142,38 @@ def contradictions(config: TrainConfig) -> list[str]:
     for key, text in (("env.name", env.name), ("logger.dir", config.logger.dir)):
         if not text.strip():
             problems.append(f"{key}: got {text!r}, accepted: text that is not empty")
+    return problems
+
+
+def _options_of_the_update(config: TrainConfig) -> list[str]:
+    """What the update could not do, or would not look at."""
+    problems = []
+    optim, fraction = config.optim, config.objective.entropy_fraction
+    whole = {
+        "trust_region.mode": config.trust_region.mode != "switch" and config.trust_region.mode,
+        "trust_region.old_policy": config.trust_region.old_policy == "target" and "target",
+        "optim.compile": optim.compile and "true",
+        "optim.cudagraphs": optim.cudagraphs and "true",
+    }
+    for key, value in whole.items():
+        if fraction < 1 and value:
+            problems.append(
+                f"objective.entropy_fraction: got {fraction}, accepted: 1 with {key}={value}, where "
+                "states inside and beyond the trust region are evaluated together"
+            )
+    if config.policy.kind == "gaussian":
+        # Its means lie as close together as its scale is small: rounding them is no small matter.
+        if config.collector.chain_dtype != "float32":
+            problems.append(
+                f"collector.chain_dtype: got {config.collector.chain_dtype!r}, accepted: 'float32' "
+                "with policy.kind=gaussian, whose record is short and whose KL would be that of "
+                "the rounding"
+            )
+        if optim.autocast:
+            problems.append(
+                "optim.autocast: got True, accepted: False with policy.kind=gaussian, whose KL "
+                "would be that of the rounding"
+            )
     return problems
 
 

@@ -399,8 +399,10 @@ class ChainActor(SafeModule):
             chain = self.module.sample(observation, noise)
         else:
             chain = self.module.deterministic_chain(observation)
-            noise = torch.zeros_like(chain.latents)
+            noise = None
         if self.return_noise:
+            # That of the noise-free chain is zero.
+            noise = torch.zeros_like(chain.latents) if noise is None else noise
             tensordict.set(self.tensor_keys.noise, noise)
         return self._write(tensordict, observation, chain)
 
