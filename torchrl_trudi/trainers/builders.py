@@ -140,9 +140,13 @@ def build_actor(
 
 def _record(config: TrainConfig) -> dict[str, bool]:
     """What the policy has to write for the losses."""
-    if config.trust_region.old_policy == "replayed":
-        return {"return_noise": True, "return_log_prob": config.objective.reuse_actions}
-    return {"return_chain": True, "return_dist_params": True}
+    old_policy = config.trust_region.old_policy
+    if old_policy == "recorded":
+        return {"return_chain": True, "return_dist_params": True}
+    return {
+        "return_noise": old_policy == "replayed",
+        "return_log_prob": config.objective.reuse_actions,
+    }
 
 
 def build_critic(
