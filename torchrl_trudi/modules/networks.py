@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from tensordict import is_batchedtensor
 from tensordict.nn import NormalParamExtractor
 from torch import nn
 
@@ -251,23 +250,15 @@ class ScoreNetwork(nn.Module):
         # The sum of the parts is what the matrix product is added to: one pass over it less.
         base = observation_part + step_part
         shape = base.shape[:-1]
-        fresh = shape == latent.shape[:-1]
-        if not fresh:
+        if shape != latent.shape[:-1]:
             shape = torch.broadcast_shapes(shape, latent.shape[:-1])
             base, latent = base.expand(*shape, -1), latent.expand(*shape, -1)
         if weights is None:
             weights = self.shared_weights(shape.numel())
         first, last, bias = weights
-        base, latent = base.reshape(-1, base.shape[-1]), latent.reshape(-1, self.action_dim)
-        if (
-            fresh
-            # vmap has no rule for the product in place, and autocast takes it for no product.
-            and not any(map(is_batchedtensor, (base, latent, first)))
-            and not torch.is_autocast_enabled(base.device.type)
-        ):
-            hidden = base.addmm_(latent, first)
-        else:
-            hidden = torch.addmm(base, latent, first)
+        hidden = torch.addmm(
+            base.reshape(-1, base.shape[-1]), latent.reshape(-1, self.action_dim), first
+        )
         del base  # as large as each layer's output
         out = F.linear(self.hidden(hidden), last, bias)[:, : self.action_dim]
         out = out.view(*shape, self.action_dim)
