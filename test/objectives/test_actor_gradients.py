@@ -131,6 +131,13 @@ class TestSplitByGate:
         for key in ("loss_actor", "loss_kl_multiplier", "kl", "gate_fraction"):
             assert_all_close(*([out[key] for out in pair] for pair in ([whole], draws[:1])))
 
+    @pytest.mark.parametrize("split", [True, False])
+    def test_no_states(self, split):
+        actor = make_actor()
+        loss = make_loss(actor, split_by_gate=split)
+        with pytest.raises(ValueError, match=r"batch is empty: its shape is \(0,\)"):
+            loss.actor_loss(make_batch(actor, 4)[:0])
+
     @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1, float("nan")])
     def test_entropy_of_no_states(self, fraction):
         with pytest.raises(ValueError, match=rf"in \(0, 1\], got {fraction}"):

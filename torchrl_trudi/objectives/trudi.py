@@ -390,7 +390,12 @@ class TruDiLoss(LossModule):
 
         Returns:
             TensorDict: ``loss_actor``, ``loss_temperature``, ``loss_kl_multiplier`` and diagnostics.
+
+        Raises:
+            ValueError: an empty batch.
         """
+        if not tensordict.batch_size.numel():
+            raise ValueError(f"The batch is empty: its shape is {tuple(tensordict.shape)}.")
         if self._splits_by_gate():
             loss_actor, running, saturation, kl = self._gated_actor_parts(tensordict, noise)
         else:
