@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from objectives._parts import make_actor, make_batch, nudge
-from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    SamplerWithoutReplacement,
+    TensorDictReplayBuffer,
+)
 
 from torchrl_trudi.envs import ChainCast
 from torchrl_trudi.objectives import TrajectoryKLProjection
@@ -80,4 +88,51 @@ def test_what_is_refused():
         ChainCast(torch.float32)
     data = make_batch(make_actor(dtype=torch.float32), 4).exclude(("denoising", "loc"))
     with pytest.raises(KeyError, match="There is no .*loc.* to cast"):
+        stored_and_sampled(data, ChainCast(torch.float16))
+
+
+@pytest.mark.parametrize(
+    "storage, index",
+    [
+        (LazyTensorStorage, slice(None)),
+        (LazyMemmapStorage, slice(None)),
+        (ListStorage, 0),
+        (LazyTensorStorage, torch.tensor([3, 1])),
+    ],
+)
+def test_reading_leaves_the_storage_as_it_is(storage, index):
+    data = make_batch(make_actor(dtype=torch.float32), 8)
+    buffer = TensorDictReplayBuffer(
+        storage=storage(8), transform=ChainCast(torch.bfloat16), batch_size=4
+    )
+    buffer.extend(data)
+    for _ in range(3):
+        torch.testing.assert_close(
+            buffer[index]["denoising", "loc"], data[index]["denoising", "loc"], rtol=0, atol=0.05
+        )
+    buffer.extend(data)
+
+
+def test_float64_and_a_buffer_of_another_kind():
+    data = make_batch(make_actor(), 4)
+    with pytest.raises(ValueError, match="float64 and would be restored as torch.float32"):
+        stored_and_sampled(data, ChainCast(torch.float16))
+    cast = ChainCast(torch.float16, restored_dtype=torch.float64)
+    plain, short, again, other = (
+        TensorDictReplayBuffer(storage=LazyTensorStorage(4), transform=t, batch_size=4)
+        for t in (None, cast, *(copy.deepcopy(cast) for _ in range(2)))
+    )
+    plain.extend(data)
+    short.extend(data)
+    again.load_state_dict(short.state_dict())
+    assert again[:]["denoising", "chain"].dtype == torch.float64
+    torch.testing.assert_close(again[:]["denoising", "loc"], short[:]["denoising", "loc"])
+    other.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="was not written through this transform"):
+        other[:]
+
+
+def test_missing_scale():
+    data = make_batch(make_actor(dtype=torch.float32), 4).exclude(("denoising", "scale"))
+    with pytest.raises(KeyError, match="There is no .*scale.* to cast"):
         stored_and_sampled(data, ChainCast(torch.float16))

@@ -116,3 +116,11 @@ def test_entropy_of_some_states_needs_the_split(section, name, value):
 def test_a_gaussian_policy_is_not_rounded(section, name, value):
     (line,) = refused({"policy": {"kind": "gaussian"}, section: {name: value}})
     assert line.startswith(f"{section}.{name}: got {value!r}, accepted: ")
+
+
+@pytest.mark.parametrize("gradient, steps", [("pathwise", 3), ("adjoint", 9)])
+def test_adjoint_steps(gradient, steps):
+    objective = {"actor_gradient": gradient, "num_adjoint_steps": steps}
+    (line,) = refused({"objective": objective})
+    assert line.startswith(f"objective.num_adjoint_steps: got {steps}, accepted: ")
+    validate({"objective": {"actor_gradient": "adjoint", "num_adjoint_steps": 8}})

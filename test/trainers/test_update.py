@@ -198,6 +198,32 @@ def test_mask_reaches_the_critic():
     assert make_update(loss)(batch)["loss_critic"] == 0
 
 
+def test_optimisers_of_other_parameters():
+    loss, other = make_loss(), make_loss()
+    actor = torch.optim.Adam(loss.actor_param_groups(lr=1e-3))
+    critic = torch.optim.Adam(loss.critic_parameters())
+    for pair, name in (
+        ((critic, actor), "actor"),
+        ((actor, torch.optim.Adam(other.critic_parameters())), "critic"),
+    ):
+        with pytest.raises(ValueError, match=f"optim_{name} holds parameters that are not those"):
+            TruDiUpdate(loss, *pair)
+
+
+@pytest.mark.parametrize(
+    "key, advice",
+    [
+        (("next", "critic", "embedding"), "run loss.value_estimator"),
+        (("denoising", "chain"), "return_chain=True"),
+    ],
+)
+def test_missing_entries_are_named_with_advice(key, advice):
+    loss = make_loss()
+    (batch,) = make_batches(loss, 1)
+    with pytest.raises(KeyError, match=advice):
+        make_update(loss)(batch.exclude(key))
+
+
 def test_compile_is_a_bool_or_its_arguments():
     with pytest.raises(TypeError, match="bool or a dict of arguments, got None"):
         make_update(make_loss(), compile=None)

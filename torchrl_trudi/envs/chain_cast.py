@@ -28,9 +28,12 @@ class ChainCast(Transform):
         loc (NestedKey, optional): means ``[*B, N, A]``. Defaults to ``("denoising", "loc")``.
         others (sequence of NestedKey, optional): entries that are cast as they are.
             Defaults to ``[("denoising", "scale")]``.
+        restored_dtype (torch.dtype, optional): type of the chains, to which they are restored.
+            Defaults to ``torch.float32``.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype; chains of another type than ``restored_dtype``; a buffer that was
+            not written through this transform.
         KeyError: an entry is missing when a batch is written.
 
     Examples:
@@ -58,6 +61,7 @@ class ChainCast(Transform):
         chain: NestedKey = ("denoising", "chain"),
         loc: NestedKey = ("denoising", "loc"),
         others: Sequence[NestedKey] = (("denoising", "scale"),),
+        restored_dtype: torch.dtype = torch.float32,
     ) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {dtype}.")
@@ -65,31 +69,40 @@ class ChainCast(Transform):
         self.dtype = dtype
         self.chain, self.loc = unravel_key(chain), unravel_key(loc)
         self.others = [unravel_key(key) for key in others]
-        # The type to restore, known from the first batch that is written.
-        self._restored: torch.dtype | None = None
+        self.restored_dtype = restored_dtype
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Cast what is written."""
-        chain, loc = tensordict.get(self.chain, None), tensordict.get(self.loc, None)
-        for key, value in ((self.chain, chain), (self.loc, loc)):
+        for key in (self.chain, self.loc, *self.others):
+            value = tensordict.get(key, None)
             if value is None:
                 raise KeyError(
                     f"There is no {key!r} to cast: collect with a DiffusionActor built with "
                     "return_chain=True and return_dist_params=True."
                 )
-        self._restored = chain.dtype
-        tensordict.set(self.loc, (loc - chain[..., :-1, :]).to(self.dtype))
-        tensordict.set(self.chain, chain.to(self.dtype))
-        for key in self.others:
+            if value.dtype != self.restored_dtype:
+                raise ValueError(
+                    f"{key!r} is of {value.dtype} and would be restored as {self.restored_dtype}: "
+                    "set restored_dtype."
+                )
+        chain = tensordict.get(self.chain)
+        increment = tensordict.get(self.loc) - chain[..., :-1, :]
+        tensordict.set(self.loc, increment.to(self.dtype))
+        for key in (self.chain, *self.others):
             tensordict.set(key, tensordict.get(key).to(self.dtype))
         return tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Restore what is sampled."""
-        restored = torch.get_default_dtype() if self._restored is None else self._restored
-        chain = tensordict.get(self.chain).to(restored)
-        tensordict.set(self.loc, chain[..., :-1, :] + tensordict.get(self.loc).to(restored))
-        tensordict.set(self.chain, chain)
-        for key in self.others:
-            tensordict.set(key, tensordict.get(key).to(restored))
-        return tensordict
+        # A copy: buffer[:] passes what lies in the storage.
+        tensordict = tensordict.copy()
+        for key in (self.chain, self.loc, *self.others):
+            stored = tensordict.get(key)
+            if stored.dtype != self.dtype:
+                raise ValueError(
+                    f"{key!r} lies in the buffer as {stored.dtype}, not as {self.dtype}: it was not "
+                    "written through this transform."
+                )
+            tensordict.set(key, stored.to(self.restored_dtype))
+        chain, increment = tensordict.get(self.chain), tensordict.get(self.loc)
+        return tensordict.set(self.loc, chain[..., :-1, :] + increment)

@@ -161,6 +161,19 @@ def _options_of_the_update(config: TrainConfig) -> list[str]:
                 f"objective.entropy_fraction: got {fraction}, accepted: 1 with {key}={value}, where "
                 "states inside and beyond the trust region are evaluated together"
             )
+    chosen, num_steps = config.objective.num_adjoint_steps, config.policy.num_steps
+    if chosen is not None and config.policy.kind == "diffusion":
+        if config.objective.actor_gradient != "adjoint":
+            problems.append(
+                f"objective.num_adjoint_steps: got {chosen}, accepted: null with "
+                f"objective.actor_gradient={config.objective.actor_gradient}; a number with "
+                "objective.actor_gradient=adjoint"
+            )
+        elif chosen > num_steps:
+            problems.append(
+                f"objective.num_adjoint_steps: got {chosen}, accepted: at most "
+                f"policy.num_steps={num_steps}"
+            )
     if config.policy.kind == "gaussian":
         # Its means lie as close together as its scale is small: rounding them is no small matter.
         if config.collector.chain_dtype != "float32":

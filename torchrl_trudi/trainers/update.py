@@ -53,7 +53,7 @@ class TruDiUpdate:
         warmup_seconds (float or None): duration of the first call if something was compiled in it.
 
     Raises:
-        ValueError: ``max_grad_norm <= 0``; an ``autocast_dtype`` that needs a gradient scaler; CUDA
+        ValueError: an optimiser of other parameters; ``max_grad_norm <= 0``; an ``autocast_dtype`` that needs a gradient scaler; CUDA
             graphs of a policy on another device, or with optimisers that are not capturable.
         TypeError: ``compile`` is no bool or dict.
         RuntimeError: a learning rate that changed after the CUDA graph was captured.
@@ -101,6 +101,16 @@ class TruDiUpdate:
                 f"autocast_dtype must be torch.bfloat16 or None, got {autocast_dtype}: float16 would "
                 "need its gradients scaled."
             )
+        for name, optim, owned in (
+            ("actor", optim_actor, [*loss.actor_parameters(), *loss.dual_parameters()]),
+            ("critic", optim_critic, [*loss.critic_parameters()]),
+        ):
+            given = {id(p) for group in optim.param_groups for p in group["params"]}
+            if not given or not given.issubset(map(id, owned)):
+                raise ValueError(
+                    f"optim_{name} holds parameters that are not those of this loss's {name}: build "
+                    f"it on loss.{'actor_param_groups' if name == 'actor' else 'critic_parameters'}."
+                )
         device = next(loss.actor_parameters()).device
         if cudagraphs:
             if device.type != "cuda":
@@ -148,7 +158,9 @@ class TruDiUpdate:
                 "A learning rate has changed, but the CUDA graph holds the one it was captured "
                 "with. Build the optimisers with tensors as learning rates, or a new TruDiUpdate."
             )
-        metrics = self._step(batch.select(*self._keys(batch.keys(True, True))))
+        keys = self._keys(batch.keys(True, True))
+        # What is missing is named by the losses, with advice.
+        metrics = self._step(batch.select(*keys, strict=False))
         if first:
             self.warmup_seconds = time.perf_counter() - start
             _log.info("The first compiled update took %.0f s.", self.warmup_seconds)
