@@ -1,6 +1,7 @@
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
 from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
 from torchrl_trudi.objectives.trudi import TruDiLoss
+from torchrl_trudi.objectives.trudi_ppo import TruDiPPOLoss
 from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
 __all__ = [
@@ -9,5 +10,6 @@ __all__ = [
     "SoftTDLambdaEstimator",
     "TrajectoryKLProjection",
     "TruDiLoss",
+    "TruDiPPOLoss",
     "soft_td_lambda_return",
 ]

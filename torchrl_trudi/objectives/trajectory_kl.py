@@ -320,10 +320,28 @@ class TrajectoryKLProjection(LossModule):
         return tuple(entry.detach() for entry in recorded)
 
     def _recorded_kl(self, tensordict: TensorDictBase) -> PathKL:
-        latents, loc_old, scale_old = self._recorded(tensordict)
+        latents, _, _ = self._recorded(tensordict)
         with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
             observation = self.actor_network.observation(tensordict)
             loc, scale = self.actor_network.module.score(observation, latents)
+        return self.compare(tensordict, loc, scale)
+
+    def compare(self, tensordict: TensorDictBase, loc: torch.Tensor, scale: torch.Tensor) -> PathKL:
+        """Path KL of kernels that have been evaluated already, for a loss that scores the chain itself.
+
+        Args:
+            tensordict (TensorDictBase): states ``[*B]`` with the recorded chain.
+            loc (torch.Tensor): the current policy's means at the recorded chain, ``[*B, N, A]``.
+            scale (torch.Tensor): its scales, anything that broadcasts to it.
+
+        Returns:
+            PathKL: the divergence of every step.
+
+        Raises:
+            ValueError: ``old_policy="target"``, which has no recorded chain.
+            KeyError: nothing recorded.
+        """
+        _, loc_old, scale_old = self._recorded(tensordict)
         return self._compare(loc_old, scale_old, loc, scale)
 
     def sampled_penalty(self, tensordict: TensorDictBase, steps: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torchrl_trudi.modules.chain_model import ChainModel, select_steps
 from torchrl_trudi.modules.denoising import DenoisingModel
 from torchrl_trudi.modules.distributions import gaussian_log_prob
 from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
+from torchrl_trudi.objectives._parameters import ActorCriticParameters
 from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
 from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
@@ -35,7 +36,7 @@ def _steered(model: ChainModel) -> DenoisingModel:
     return model
 
 
-class TruDiLoss(LossModule):
+class TruDiLoss(ActorCriticParameters, LossModule):
     r"""TruDi: pathwise maximum-entropy actor-critic with a trust region on the denoising path (arXiv 2606.15260).
 
     Actor, on a fresh stochastic chain with surrogate log-probability :math:`L` (sg: stop gradient):
@@ -321,52 +322,16 @@ class TruDiLoss(LossModule):
         """Same as :attr:`temperature`, for the value estimator, which follows it."""
         return self.temperature
 
-    def actor_parameters(self) -> Iterator[nn.Parameter]:
-        """The policy's trainable parameters."""
-        yield from self._trainable(self.actor_network_params)
-
-    def critic_parameters(self) -> Iterator[nn.Parameter]:
-        """The critic's trainable parameters."""
-        yield from self._trainable(self.critic_network_params)
-
     def dual_parameters(self) -> Iterator[nn.Parameter]:
         """Trainable temperature and multiplier, in log space."""
-        for dual in (self.log_temperature, self.trajectory_kl.log_multiplier):
-            if isinstance(dual, nn.Parameter):
-                yield dual
+        if isinstance(self.log_temperature, nn.Parameter):
+            yield self.log_temperature
+        yield from super().dual_parameters()
 
-    @staticmethod
-    def _trainable(params: TensorDictParams) -> Iterator[nn.Parameter]:
-        for param in params.values(True, True):
-            if isinstance(param, nn.Parameter) and param.requires_grad:
-                yield param
-
-    def actor_param_groups(
-        self, *, lr: float, dual_lr: float | None = None, weight_decay: float = 0.0
-    ) -> list[dict[str, Any]]:
-        """Optimiser groups of the actor's optimiser: the policy, and the duals without weight decay.
-
-        Weight decay on a log-dual pulls it to 1, whatever the constraint says.
-
-        Keyword Args:
-            lr (float): learning rate of the policy.
-            dual_lr (float, optional): learning rate of the duals. Defaults to ``lr``.
-            weight_decay (float, optional): weight decay of the policy. Defaults to ``0.0``.
-
-        Returns:
-            list of dict: for ``torch.optim.Adam(loss.actor_param_groups(lr=3e-4))``.
-        """
-        groups = [{"params": list(self.actor_parameters()), "lr": lr, "weight_decay": weight_decay}]
-        duals = list(self.dual_parameters())
-        if duals:
-            groups.append(
-                {"params": duals, "lr": lr if dual_lr is None else dual_lr, "weight_decay": 0.0}
-            )
-        return groups
-
-    def update_old_policy(self) -> None:
-        """See :meth:`TrajectoryKLProjection.update_old_policy`."""
-        self.trajectory_kl.update_old_policy()
+    @property
+    def minibatch_keys(self) -> list[NestedKey]:
+        """What an update reads of a minibatch whose targets are there: the ``in_keys``."""
+        return self.in_keys
 
     # -- losses ------------------------------------------------------------------------
 
