@@ -14,7 +14,6 @@ from torchrl_trudi.modules import (
     ScoreNetwork,
 )
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
-from torchrl_trudi.trainers.update import ACTOR_LOSSES
 
 MAX_GRAD_NORM = 0.5
 
@@ -123,7 +122,7 @@ def steps_beyond(loss: TruDiLoss, batch: TensorDict) -> float:
 def actor_total(loss: TruDiLoss, batch: TensorDict) -> torch.Tensor:
     """The sum of the losses of the actor's update."""
     out = loss.actor_loss(batch)
-    return sum(out[key] for key in ACTOR_LOSSES)
+    return sum(out[key] for key in ("loss_actor", "loss_temperature", "loss_kl_multiplier"))
 
 
 def step(

@@ -2,6 +2,7 @@
 
     python examples/trudi_humanoid.py
     python examples/trudi_humanoid.py task=halfcheetah seed=3 collector.total_frames=400_000
+    python examples/trudi_humanoid.py policy=gaussian objective=surrogate trust_region.mode=none
 
 Every option: ``python examples/trudi_humanoid.py --help``.
 """
@@ -76,6 +77,7 @@ def train(config: TrainConfig) -> Path:
         build_critic,
         build_env,
         build_loss,
+        build_lr_schedule,
         build_update,
     )
 
@@ -97,6 +99,7 @@ def train(config: TrainConfig) -> Path:
     critic = build_critic(config, env, device)
     loss = build_loss(config, actor, critic)
     update = build_update(config, loss)
+    lr_schedule = build_lr_schedule(config, update)
     optim_settings = [
         [
             {key: value for key, value in group.items() if key != "params"}
@@ -104,6 +107,8 @@ def train(config: TrainConfig) -> Path:
         ]
         for optim in (update.optim_actor, update.optim_critic)
     ]
+    if lr_schedule is not None:  # its learning rate is state, not a setting
+        del optim_settings[0][0]["lr"]
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
         sampler=SamplerWithoutReplacement(),
@@ -191,6 +196,8 @@ def train(config: TrainConfig) -> Path:
         disable=not config.logger.progress,
     )
     train_return, evaluation = float("nan"), {}
+    factor = config.trust_region.stop_factor
+    stop_kl = None if factor is None else factor * config.trust_region.eps
     batches = iter(collector)
     try:
         while progress["frames"] < config.collector.total_frames:
@@ -202,12 +209,19 @@ def train(config: TrainConfig) -> Path:
             loss.update_old_policy()
             loss.value_estimator(data)
             buffer.empty()
-            buffer.extend(data.select(*loss.in_keys).reshape(-1))
+            buffer.extend(data.select(*loss.minibatch_keys).reshape(-1))
 
-            metrics = []
+            metrics: list[Any] = []
+            stopped = False
             for _ in range(config.optim.num_epochs):
                 for batch in buffer:
-                    metrics.append(update(batch))
+                    if stopped:
+                        update.step_critic(batch)
+                    else:
+                        metrics.append(update(batch))
+                if stop_kl is not None and not stopped:
+                    epoch = metrics[-config.optim.num_minibatches :]
+                    stopped = bool(torch.stack([each["kl"] for each in epoch]).mean() > stop_kl)
 
             # All scalars of the iteration, in one transfer from the device.
             scalars = summarize(data, torch.stack(metrics), config.optim.num_minibatches)
@@ -220,10 +234,15 @@ def train(config: TrainConfig) -> Path:
             progress["iterations"] += 1
             progress["seconds"] += seconds
             scalars["train/kl_bound"] = config.trust_region.eps
+            if stop_kl is not None:
+                scalars["train/actor_updates"] = len(metrics)
+            if lr_schedule is not None:
+                lr_schedule.step(scalars["train/kl_last_epoch"])
+                (scalars["train/lr"],) = lr_schedule.get_last_lr()
             scalars["time/frames_per_second"] = data.numel() / seconds
             scalars["time/collection_fraction"] = (collected - start) / seconds
             writer.write(progress["frames"], scalars)
-            for key in ("train/loss_actor", "train/loss_critic"):
+            for key in [key for key in scalars if key.startswith("train/loss_")]:
                 if not math.isfinite(scalars[key]):
                     raise FloatingPointError(
                         f"{key} is {scalars[key]} at {progress['frames']} frames, see {writer.path}"

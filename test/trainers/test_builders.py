@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
+from torchrl.objectives.value import GAE
 
-from torchrl_trudi.modules import DiffusionActor, GaussianActor
+from torchrl_trudi.modules import DiffusionActor, GaussianActor, HLGaussValueOperator
+from torchrl_trudi.objectives import TruDiPPOLoss
 from torchrl_trudi.trainers import validate
-from torchrl_trudi.trainers.builders import build_actor, build_critic, build_env, build_loss
+from torchrl_trudi.trainers.builders import (
+    build_actor,
+    build_critic,
+    build_env,
+    build_loss,
+    build_lr_schedule,
+    build_update,
+)
 
 
 def build(policy=None, **sections):
@@ -58,3 +67,63 @@ def test_the_kind_s_own_values_can_be_replaced(kind):
         objective={"target_entropy_scale": 1.5},
     )
     assert (loss.trajectory_kl.kl_type, loss.target_entropy_scale) == ("simplified", 1.5)
+
+
+SURROGATE = {"kind": "surrogate"}
+
+
+@pytest.mark.parametrize("critic", ["hl_gauss", "mse"])
+@pytest.mark.parametrize("policy", ["diffusion", "gaussian"])
+def test_surrogate(policy, critic):
+    objective = {
+        **SURROGATE,
+        "gamma": 0.9,
+        "lmbda": 0.8,
+        "clip_epsilon": 0.1,
+        "entropy": "surrogate",
+        "entropy_coeff": 0.3,
+        "normalize_advantage": False,
+    }
+    actor, loss = build(
+        {"kind": policy},
+        objective=objective,
+        critic={"kind": critic, "hidden_size": 8, "num_layers": 3, "num_bins": 21},
+        trust_region={"mode": "lagrangian", "eps": 0.3},
+    )
+    assert type(loss) is TruDiPPOLoss and loss.actor_network is actor
+    assert actor.return_path_log_prob and actor.event_dims == 2
+    assert (loss.trajectory_kl.mode, float(loss.trajectory_kl.eps)) == (
+        "lagrangian",
+        pytest.approx(0.3),
+    )
+    assert float(loss.clip_epsilon) == pytest.approx(0.1)
+    assert (loss.entropy_type, float(loss.entropy_coeff)) == ("surrogate", pytest.approx(0.3))
+    assert not loss.normalize_advantage
+    estimator = loss.value_estimator
+    assert type(estimator) is GAE
+    assert (float(estimator.gamma), float(estimator.lmbda)) == pytest.approx((0.9, 0.8))
+    linears = [m for m in loss.critic_network.modules() if isinstance(m, nn.Linear)]
+    assert linears[0].in_features == 4 and len(linears) == (4 if critic == "mse" else 6)
+    assert isinstance(loss.critic_network, HLGaussValueOperator) == (critic == "hl_gauss")
+
+
+def test_one_ratio_per_step():
+    actor, _ = build(objective={**SURROGATE, "ratio": "step"})
+    assert actor.event_dims == 1
+
+
+def test_lr_schedule():
+    settings = {"lr": 1e-3, "dual_lr": 1e-2, "lr_schedule": "kl_adaptive", "max_lr": 2e-3}
+    config = validate({"optim": settings, "trust_region": {"eps": 0.2}, "device": "cpu"})
+    _, loss = build()
+    update = build_update(config, loss)
+    schedule = build_lr_schedule(config, update)
+    policy, duals = update.optim_actor.param_groups
+    schedule.step(0.41)
+    assert (policy["lr"], duals["lr"]) == (pytest.approx(1e-3 / 1.5), 1e-2)
+    schedule.step(0.2)
+    assert policy["lr"] == pytest.approx(1e-3 / 1.5)
+    for _ in range(5):
+        schedule.step(0.09)
+    assert policy["lr"] == 2e-3
+    assert build_lr_schedule(validate({"device": "cpu"}), update) is None

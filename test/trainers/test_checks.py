@@ -1,10 +1,10 @@
-"""Options that fit no other option: those of the other kind of policy."""
+"""Options that fit no other option: those of another kind of policy or objective."""
 
 from __future__ import annotations
 
 import pytest
 
-from torchrl_trudi.trainers.checks import _OPTIONS_OF_KIND
+from torchrl_trudi.trainers.checks import _READERS
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig, validate
 from torchrl_trudi.trainers.options import options
 
@@ -66,14 +66,81 @@ def test_unknown_kind():
     assert line.startswith("policy.kind: got 'gausian' (did you mean 'gaussian'?), accepted: ")
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("objective.init_temperature", 0.1),
+        ("objective.target_entropy_scale", 1.0),
+        ("objective.actor_gradient", "adjoint"),
+        ("objective.entropy_fraction", 0.5),
+        ("objective.reuse_actions", True),
+        ("trust_region.old_policy", "target"),
+        ("collector.chain_dtype", "bfloat16"),
+        ("optim.autocast", True),
+        ("critic.aux_coeff", 0.5),
+    ],
+)
+def test_the_surrogate_refuses_what_it_does_not_have(key, value):
+    section, name = key.split(".")
+    config = {"objective": {"kind": "surrogate"}}
+    validate(config)
+    config.setdefault(section, {})[name] = value
+    line = refused(config)[0]
+    assert line.startswith(f"{key}: got {value!r}, accepted: the default ")
+    assert line.endswith("other values with objective.kind=pathwise")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("objective.ratio", "step"),
+        ("objective.clip_epsilon", 0.1),
+        ("objective.normalize_advantage", False),
+        ("objective.entropy", "surrogate"),
+        ("objective.entropy_coeff", 0.1),
+        ("critic.kind", "mse"),
+    ],
+)
+def test_the_pathwise_objective_refuses_what_it_does_not_have(key, value):
+    section, name = key.split(".")
+    (line,) = refused({section: {name: value}})
+    assert line.startswith(f"{key}: got {value!r}, accepted: the default ")
+    assert line.endswith("other values with objective.kind=surrogate")
+    given = {"objective": {"kind": "surrogate"}}
+    given.setdefault(section, {})[name] = value
+    validate(given)
+
+
+def test_one_ratio_per_step_needs_steps():
+    config = {"policy": {"kind": "gaussian"}, "objective": {"kind": "surrogate", "ratio": "step"}}
+    (line,) = refused(config)
+    assert line.startswith(
+        "objective.ratio: got 'step', accepted: the default 'path' with policy.k"
+    )
+
+
+def test_learning_rate_schedule():
+    schedule = {"lr_schedule": "kl_adaptive"}
+    validate({"optim": {**schedule, "max_lr": 3e-4}})
+    (line,) = refused({"optim": {"max_lr": 1e-2}})
+    assert line.startswith("optim.max_lr: got 0.01, accepted: the default 0.001 with optim.lr_sche")
+    (line,) = refused({"optim": {**schedule, "max_lr": 1e-4}})
+    assert line == "optim.max_lr: got 0.0001, accepted: at least optim.lr=0.0003"
+    (line,) = refused({"optim": {**schedule, "cudagraphs": True}})
+    assert line.startswith("optim.lr_schedule: got 'kl_adaptive', accepted: 'constant'")
+
+
 def test_every_option_of_the_policy_is_sorted():
     """A new option says whose it is."""
     keys = {leaf.key for leaf in options(TrainConfig)}
-    of_kinds = [key for group in _OPTIONS_OF_KIND.values() for key in group]
-    assert len(set(of_kinds)) == len(of_kinds) and set(of_kinds) <= keys
+    for chooser, readers in _READERS.items():
+        sorted_here = [key for group in readers.values() for key in group]
+        assert chooser in keys and set(sorted_here) <= keys
+        assert len(set(sorted_here)) == len(sorted_here)
+    of_kinds = {key for group in _READERS["policy.kind"].values() for key in group}
     policy = {key.split(".")[1] for key in keys if key.startswith("policy.")}
-    sorted_here = {key.split(".")[1] for key in of_kinds if key.startswith("policy.")}
-    assert policy == SHARED | sorted_here and not SHARED & sorted_here
+    of_kinds = {key.split(".")[1] for key in of_kinds if key.startswith("policy.")}
+    assert policy == SHARED | of_kinds and not SHARED & of_kinds
 
 
 @pytest.mark.parametrize("old_policy", ["replayed", "target"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from tensordict import NestedKey
+from tensordict.nn import TensorDictModule
 from torchrl.envs import EnvBase
+from torchrl.modules import MLP, ValueOperator
+from torchrl.objectives import KLAdaptiveLR, ValueEstimators
 
 from torchrl_trudi.envs import ChainCast, RunningObservationNorm, make_env
 from torchrl_trudi.modules import (
@@ -18,7 +23,7 @@ from torchrl_trudi.modules import (
     ScoreNetwork,
     StepSizes,
 )
-from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
+from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss, TruDiPPOLoss
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig
 from torchrl_trudi.trainers.update import TruDiUpdate
 
@@ -28,6 +33,7 @@ __all__ = [
     "build_critic",
     "build_env",
     "build_loss",
+    "build_lr_schedule",
     "build_update",
 ]
 
@@ -138,9 +144,16 @@ def build_actor(
     )
 
 
-def _record(config: TrainConfig) -> dict[str, bool]:
+def _record(config: TrainConfig) -> dict[str, Any]:
     """What the policy has to write for the losses."""
     old_policy = config.trust_region.old_policy
+    if config.objective.kind == "surrogate":
+        return {
+            "return_chain": True,
+            "return_dist_params": True,
+            "return_path_log_prob": True,
+            "event_dims": 1 if config.objective.ratio == "step" else 2,
+        }
     if old_policy == "recorded":
         return {"return_chain": True, "return_dist_params": True}
     return {
@@ -151,8 +164,8 @@ def _record(config: TrainConfig) -> dict[str, bool]:
 
 def build_critic(
     config: TrainConfig, env: EnvBase, device: torch.device | None = None
-) -> HLGaussValueOperator:
-    """The state-action value.
+) -> TensorDictModule:
+    """The value of a state and an action, or with the surrogate objective of a state.
 
     Args:
         config: the checked configuration.
@@ -163,7 +176,15 @@ def build_critic(
         The critic.
     """
     critic = config.critic
-    in_dim = env.observation_spec["observation"].shape[-1] + env.action_spec.shape[-1]
+    in_dim = env.observation_spec["observation"].shape[-1]
+    in_keys: list[NestedKey] = ["observation"]
+    of_states = config.objective.kind == "surrogate"
+    if not of_states:
+        in_dim += env.action_spec.shape[-1]
+        in_keys.append("action")
+    if critic.kind == "mse":
+        network = MLP(in_dim, 1, num_cells=[critic.hidden_size] * critic.num_layers, device=device)
+        return ValueOperator(network, in_keys=in_keys)
     return HLGaussValueOperator(
         HLGaussCritic(
             in_dim,
@@ -172,13 +193,18 @@ def build_critic(
             num_bins=critic.num_bins,
             hidden_size=critic.hidden_size,
             num_layers=critic.num_layers,
+            # The next embedding is the auxiliary target of the pathwise critic alone.
+            predict_embedding=not of_states,
             device=device,
-        )
+        ),
+        in_keys=in_keys,
     )
 
 
-def build_loss(config: TrainConfig, actor: ChainActor, critic: HLGaussValueOperator) -> TruDiLoss:
-    """The TruDi loss with its trust region and value estimator.
+def build_loss(
+    config: TrainConfig, actor: ChainActor, critic: TensorDictModule
+) -> TruDiLoss | TruDiPPOLoss:
+    """The loss with its trust region and value estimator.
 
     Args:
         config: the checked configuration.
@@ -189,20 +215,36 @@ def build_loss(config: TrainConfig, actor: ChainActor, critic: HLGaussValueOpera
         The loss.
     """
     region, objective = config.trust_region, config.objective
+    trajectory_kl = TrajectoryKLProjection(
+        actor,
+        mode=region.mode,
+        kl=region.kl,
+        direction=region.direction,
+        bound=region.bound,
+        eps=region.eps,
+        init_multiplier=region.init_multiplier,
+        old_policy=region.old_policy,
+        num_paths=region.num_paths,
+    )
+    if objective.kind == "surrogate":
+        surrogate = TruDiPPOLoss(
+            actor,
+            critic,
+            trajectory_kl=trajectory_kl,
+            clip_epsilon=objective.clip_epsilon,
+            normalize_advantage=objective.normalize_advantage,
+            entropy=objective.entropy,
+            entropy_coeff=objective.entropy_coeff,
+        )
+        surrogate.make_value_estimator(
+            ValueEstimators.GAE, gamma=objective.gamma, lmbda=objective.lmbda
+        )
+        return surrogate
+    assert isinstance(critic, HLGaussValueOperator)
     loss = TruDiLoss(
         actor,
         critic,
-        trajectory_kl=TrajectoryKLProjection(
-            actor,
-            mode=region.mode,
-            kl=region.kl,
-            direction=region.direction,
-            bound=region.bound,
-            eps=region.eps,
-            init_multiplier=region.init_multiplier,
-            old_policy=region.old_policy,
-            num_paths=region.num_paths,
-        ),
+        trajectory_kl=trajectory_kl,
         init_temperature=objective.init_temperature,
         target_entropy_scale=objective.target_entropy_scale,
         aux_coeff=config.critic.aux_coeff,
@@ -229,7 +271,7 @@ def build_buffer_transform(config: TrainConfig) -> ChainCast | None:
     return None if name == "float32" else ChainCast(getattr(torch, name))
 
 
-def build_update(config: TrainConfig, loss: TruDiLoss) -> TruDiUpdate:
+def build_update(config: TrainConfig, loss: TruDiLoss | TruDiPPOLoss) -> TruDiUpdate:
     """The optimisers, and the step that each minibatch takes with them.
 
     Args:
@@ -261,3 +303,20 @@ def build_update(config: TrainConfig, loss: TruDiLoss) -> TruDiUpdate:
         )
     except ValueError as error:
         raise ConfigError(f"optim: {error}") from error
+
+
+def build_lr_schedule(config: TrainConfig, update: TruDiUpdate) -> KLAdaptiveLR | None:
+    """What changes the policy's learning rate after each iteration, or ``None``.
+
+    Args:
+        config: the checked configuration.
+        update: the step with its optimisers.
+
+    Returns:
+        The schedule; its ``step`` takes the KL of the last epoch.
+    """
+    if config.optim.lr_schedule == "constant":
+        return None
+    # The duals keep theirs: a multiplier that slows down with the policy could not catch up with it.
+    policy: Any = SimpleNamespace(param_groups=update.optim_actor.param_groups[:1])
+    return KLAdaptiveLR(policy, target_kl=config.trust_region.eps, max_lr=config.optim.max_lr)

@@ -24,22 +24,48 @@ if TYPE_CHECKING:
 
 __all__ = ["contradictions", "misfits", "resolve_device"]
 
-_OPTIONS_OF_KIND = {
-    "diffusion": (
-        "policy.num_steps",
-        "policy.step_size_schedule",
-        "policy.learn_step_sizes",
-        "policy.friction",
-        "policy.learn_friction",
-        "policy.init_std",
-        "policy.learn_prior",
-        "policy.backward_network",
-        "objective.actor_gradient",
-        "objective.num_adjoint_steps",
-    ),
-    "gaussian": ("policy.init_scale",),
+_READERS = {
+    "policy.kind": {
+        "diffusion": (
+            "policy.num_steps",
+            "policy.step_size_schedule",
+            "policy.learn_step_sizes",
+            "policy.friction",
+            "policy.learn_friction",
+            "policy.init_std",
+            "policy.learn_prior",
+            "policy.backward_network",
+            "objective.actor_gradient",
+            "objective.num_adjoint_steps",
+            "objective.ratio",
+        ),
+        "gaussian": ("policy.init_scale",),
+    },
+    "objective.kind": {
+        "pathwise": (
+            "objective.init_temperature",
+            "objective.target_entropy_scale",
+            "objective.actor_gradient",
+            "objective.num_adjoint_steps",
+            "objective.entropy_fraction",
+            "objective.reuse_actions",
+            "trust_region.old_policy",
+            "collector.chain_dtype",
+            "optim.autocast",
+            "critic.aux_coeff",
+        ),
+        "surrogate": (
+            "objective.ratio",
+            "objective.clip_epsilon",
+            "objective.normalize_advantage",
+            "objective.entropy",
+            "objective.entropy_coeff",
+            "critic.kind",
+        ),
+    },
+    "optim.lr_schedule": {"constant": (), "kl_adaptive": ("optim.max_lr",)},
 }
-"""Options that one kind of policy alone reads."""
+"""Options that are read with one choice alone."""
 
 
 def misfits(given: Mapping[Any, Any], schema: type) -> list[str]:
@@ -149,6 +175,16 @@ def _options_of_the_update(config: TrainConfig) -> list[str]:
     """What the update could not do, or would not look at."""
     problems = []
     optim, fraction = config.optim, config.objective.entropy_fraction
+    if optim.lr_schedule == "kl_adaptive":
+        if optim.cudagraphs:
+            problems.append(
+                "optim.lr_schedule: got 'kl_adaptive', accepted: 'constant' with "
+                "optim.cudagraphs=true, whose graph holds the learning rates"
+            )
+        if optim.max_lr < optim.lr:
+            problems.append(
+                f"optim.max_lr: got {optim.max_lr}, accepted: at least optim.lr={optim.lr}"
+            )
     whole = {
         "trust_region.mode": config.trust_region.mode != "switch" and config.trust_region.mode,
         "trust_region.old_policy": config.trust_region.old_policy == "target" and "target",
@@ -191,23 +227,29 @@ def _options_of_the_update(config: TrainConfig) -> list[str]:
 
 
 def _options_of_another_kind(config: TrainConfig) -> list[str]:
-    """Options that the policy of the configuration would ignore, and that are not at their default."""
-    problems = []
-    for kind, keys in _OPTIONS_OF_KIND.items():
-        if kind == config.policy.kind:
-            continue
-        for key in keys:
-            section_name, name = key.split(".")
-            section = getattr(config, section_name)
-            (default,) = (f.default for f in dataclasses.fields(section) if f.name == name)
-            value = getattr(section, name)
-            if value != default:
-                problems.append(
-                    f"{key}: got {value!r}, accepted: the default {format_value(default)} with "
-                    f"policy.kind={config.policy.kind}, which does not have this option; other "
-                    f"values with policy.kind={kind}"
-                )
-    return problems
+    """Options that this configuration would ignore, and that are not at their default."""
+    problems: dict[str, str] = {}
+    for chooser, readers in _READERS.items():
+        chosen, _ = _value(config, chooser)
+        for kind, keys in readers.items():
+            for key in keys if kind != chosen else ():
+                value, default = _value(config, key)
+                if value != default:
+                    problems.setdefault(
+                        key,
+                        f"{key}: got {value!r}, accepted: the default {format_value(default)} with "
+                        f"{chooser}={chosen}, which does not have this option; other values with "
+                        f"{chooser}={kind}",
+                    )
+    return list(problems.values())
+
+
+def _value(config: TrainConfig, key: str) -> tuple[Any, Any]:
+    """Value and default of an option."""
+    section_name, name = key.split(".")
+    section = getattr(config, section_name)
+    (default,) = (f.default for f in dataclasses.fields(section) if f.name == name)
+    return getattr(section, name), default
 
 
 def resolve_device(device: str) -> torch.device:

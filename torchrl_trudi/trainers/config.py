@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from torchrl_trudi.modules.step_sizes import ScheduleName
 
     ActorGradientName = Literal["pathwise", "adjoint"]
+    ObjectiveKind = Literal["pathwise", "surrogate"]
+    CriticKind = Literal["hl_gauss", "mse"]
+    EntropyName = Literal["path", "surrogate"]
+    RatioName = Literal["path", "step"]
+    LrScheduleName = Literal["constant", "kl_adaptive"]
     ChainDtypeName = Literal["float32", "bfloat16", "float16"]
     BackendName = Literal["auto", "mujoco", "gymnasium"]
     VectorizationName = Literal["sync", "async"]
@@ -40,9 +45,11 @@ else:
     # OmegaConf knows no literal types: at run time the choices of the options do their work.
     ActivationName = ActorGradientName = BackendName = NormName = ScheduleName = str
     ChainDtypeName = VectorizationName = PolicyKind = LearnStepSizes = str
+    ObjectiveKind = CriticKind = EntropyName = RatioName = LrScheduleName = str
     FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
 
 __all__ = [
+    "CHOICES",
     "CollectorConfig",
     "ConfigError",
     "CriticConfig",
@@ -62,6 +69,9 @@ __all__ = [
 
 SCHEMA_NAME = "train_schema"
 """Name of :class:`TrainConfig` in Hydra's ConfigStore, for a ``defaults`` list."""
+
+CHOICES = {"policy": ("diffusion", "gaussian"), "objective": ("pathwise", "surrogate")}
+"""Config groups of the schema: ``policy=gaussian`` is ``policy.kind=gaussian``."""
 
 
 @dataclasses.dataclass
@@ -228,6 +238,12 @@ class TrustRegionConfig:
     num_paths: int = option(
         1, "Paths per state; more than one needs trust_region.old_policy=target.", ge=1
     )
+    stop_factor: float | None = option(
+        None,
+        "Leave the policy as it is for the rest of an iteration after an epoch with a mean KL above this "
+        "many times eps, and go on with the critic; null goes through all epochs.",
+        gt=0,
+    )
     bound: BoundName = option(
         "path",
         "Bound the KL of the whole path, or that of each denoising step by its share of eps.",
@@ -237,8 +253,14 @@ class TrustRegionConfig:
 
 @dataclasses.dataclass
 class CriticConfig:
-    """The categorical (HL-Gauss) critic."""
+    """The critic: the value of a state and an action, or of a state with objective.kind=surrogate."""
 
+    kind: CriticKind = option(
+        "hl_gauss",
+        "hl_gauss: a histogram, by cross-entropy. mse: a scalar by squared error, with "
+        "objective.kind=surrogate; of the critic's options it reads hidden_size and num_layers.",
+        choices=("hl_gauss", "mse"),
+    )
     hidden_size: int = option(256, "Width of the critic.", ge=1)
     num_layers: int = option(2, "Linear layers of the critic's encoder and of its head.", ge=1)
     vmin: float = option(-20.0, "Smallest value it represents; smaller targets are clipped.")
@@ -251,10 +273,16 @@ class CriticConfig:
 
 @dataclasses.dataclass
 class ObjectiveConfig:
-    """The maximum-entropy objective."""
+    """The objective of the policy."""
 
+    kind: ObjectiveKind = option(
+        "pathwise",
+        "pathwise: maximum entropy, by the gradient of a state-action value (TruDi, REPPO). surrogate: "
+        "the clipped likelihood ratio of the recorded chain times a GAE advantage (PPO).",
+        choices=("pathwise", "surrogate"),
+    )
     gamma: float = option(0.99, "Discount factor.", gt=0, le=1)
-    lmbda: float = option(0.95, "Lambda of the soft TD(lambda) returns.", ge=0, le=1)
+    lmbda: float = option(0.95, "Lambda of the soft TD(lambda) returns, or of GAE.", ge=0, le=1)
     init_temperature: float = option(0.01, "Initial entropy temperature.", gt=0)
     target_entropy_scale: float | None = option(
         None,
@@ -283,6 +311,24 @@ class ObjectiveConfig:
         "Bootstrap from the next row's recorded action instead of a fresh one, which saves a chain "
         "per step.",
     )
+    ratio: RatioName = option(
+        "path",
+        "Of the surrogate: one likelihood ratio for the whole chain, or one for each step.",
+        choices=("path", "step"),
+    )
+    clip_epsilon: float = option(
+        0.2, "Of the surrogate: the ratio is clipped to within this much of 1.", gt=0, lt=1
+    )
+    normalize_advantage: bool = option(
+        True, "Of the surrogate: standardise the advantages of each minibatch."
+    )
+    entropy: EntropyName = option(
+        "path",
+        "Of the surrogate: whose entropy is rewarded, that of the chain's kernels (path) or the "
+        "stand-in for that of the action (surrogate).",
+        choices=("path", "surrogate"),
+    )
+    entropy_coeff: float = option(0.0, "Of the surrogate: weight of the entropy.", ge=0)
 
 
 @dataclasses.dataclass
@@ -299,6 +345,14 @@ class OptimConfig:
     weight_decay: float = option(
         0.0, "Weight decay of the networks; never applied to temperature and KL multiplier.", ge=0
     )
+    lr_schedule: LrScheduleName = option(
+        "constant",
+        "constant, or kl_adaptive: after each iteration the policy's learning rate is divided by 1.5 if "
+        "the path KL of the last epoch was above twice trust_region.eps, and multiplied by it if it was "
+        "below half of it, within [1e-5, optim.max_lr].",
+        choices=("constant", "kl_adaptive"),
+    )
+    max_lr: float = option(1e-3, "Largest learning rate of kl_adaptive.", ge=1e-5)
     max_grad_norm: float = option(0.5, "The gradient is scaled down to this norm.", gt=0)
     num_minibatches: int = option(8, "Minibatches per epoch.", ge=1)
     num_epochs: int = option(4, "Passes over each batch.", ge=1)
@@ -437,6 +491,7 @@ Usage: python $script [task=TASK] [OPTION=VALUE ...]
 
   python $script
   python $script task=hopper seed=3
+  python $script policy=gaussian objective=surrogate trust_region.mode=none
   python $script env.name=HalfCheetah-v5 collector.total_frames=400_000 logger.dir=runs/x
   python $script resume=latest collector.total_frames=2_000_000
   python $script --multirun seed=0,1,2
@@ -454,10 +509,11 @@ $$CONFIG
 
 
 def register_configs(script: str = "examples/trudi_humanoid.py") -> None:
-    """Register the schema and the help text in Hydra's ConfigStore.
+    """Register the schema, its choices and the help text in Hydra's ConfigStore.
 
-    Call it once before ``hydra.main`` runs. The schema is stored as ``train_schema``, the help text
-    as ``hydra/help: trudi``; calling it again stores the same again.
+    Call it once before ``hydra.main`` runs. The schema is stored as ``train_schema``, the choices as
+    the groups ``policy`` and ``objective`` (:data:`CHOICES`), the help text as ``hydra/help: trudi``;
+    calling it again stores the same again.
 
     Args:
         script: how the help text names the script.
@@ -475,6 +531,12 @@ def register_configs(script: str = "examples/trudi_humanoid.py") -> None:
     )
     store = ConfigStore.instance()
     store.store(name=SCHEMA_NAME, node=TrainConfig, provider="torchrl_trudi")
+    sections = {"policy": PolicyConfig, "objective": ObjectiveConfig}
+    for group, kinds in CHOICES.items():
+        for kind in kinds:
+            store.store(
+                group=group, name=kind, node=sections[group](kind=kind), provider="torchrl_trudi"
+            )
     store.store(
         group="hydra/help",
         name="trudi",

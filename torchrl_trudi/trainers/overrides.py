@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException
 
-from torchrl_trudi.trainers.config import TrainConfig
+from torchrl_trudi.trainers.config import CHOICES, TrainConfig
 from torchrl_trudi.trainers.options import ConfigError, convert, nearest, options, sections
 
 # Flags of Hydra that take the next word as their value.
@@ -66,7 +66,9 @@ def find_problems(
     """
     if any(word.split("=", 1)[0] in _OPAQUE_FLAGS for word in argv):
         return []
-    groups = _groups(config_dir)
+    groups = (
+        _groups(config_dir) if schema is not TrainConfig else {**_groups(config_dir), **CHOICES}
+    )
     parser = OverridesParser.create()
     problems = []
     for word in _override_words(argv):
@@ -142,7 +144,7 @@ def _check(
     if key.split(".", 1)[0].split("/", 1)[0] == "hydra" or override.is_delete():
         return None
     if key in groups:
-        return _check_preset(key, override, groups[key])
+        return _check_preset(key, override, groups[key], sections(schema))
     leaves = {leaf.key: leaf for leaf in options(schema)}
     inner = sections(schema)
     if key not in leaves:
@@ -173,8 +175,16 @@ def _check(
     return None
 
 
-def _check_preset(group: str, override: Override, names: Sequence[str]) -> str | None:
+def _check_preset(
+    group: str, override: Override, names: Sequence[str], inner: Container[str]
+) -> str | None:
     for value in _values(override):
+        if group in inner and not isinstance(value, str):
+            # Hydra takes names alone where there are presets.
+            return (
+                f"{group}: got {value!r}, accepted: {', '.join(names)}; set its options one by one, "
+                f"{group}.OPTION=VALUE"
+            )
         for name in value if isinstance(value, list) else [value]:
             # With or without the extension, as Hydra reads it.
             stem = str(name).removesuffix(".yaml").removesuffix(".yml")

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_trudi.trainers.config import LoggerConfig, TrainConfig
+from torchrl_trudi.trainers.config import CHOICES, LoggerConfig, TrainConfig
 from torchrl_trudi.trainers.options import ConfigError, format_value
 
 __all__ = [
@@ -177,6 +177,8 @@ def resumed_config(
             raise ConfigError(
                 f"resume: got {word!r}, accepted: single options; the others are those of the run"
             )
+        if key in CHOICES and isinstance(override.value(), str):
+            key = f"{key}.kind"
         OmegaConf.update(config, key, override.value(), force_add=True)
     # "latest" was looked up here, once.
     OmegaConf.update(config, "resume", str(run))

@@ -13,20 +13,18 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import CudaGraphModule
 from torch import nn
 
-from torchrl_trudi.objectives import TruDiLoss
+from torchrl_trudi.objectives import TruDiLoss, TruDiPPOLoss
 
 __all__ = ["TruDiUpdate"]
 
 _log = logging.getLogger(__name__)
-
-ACTOR_LOSSES = ("loss_actor", "loss_temperature", "loss_kl_multiplier")
 
 
 class TruDiUpdate:
     """The published step on a minibatch: the critic's, then the actor's on the stepped critic.
 
     Args:
-        loss (TruDiLoss): the losses.
+        loss (TruDiLoss or TruDiPPOLoss): the losses.
         optim_actor (torch.optim.Optimizer): of the policy and the duals, see
             :meth:`~torchrl_trudi.objectives.TruDiLoss.actor_param_groups`.
         optim_critic (torch.optim.Optimizer): of the critic.
@@ -62,7 +60,7 @@ class TruDiUpdate:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_trudi.modules import DiffusionActor, HLGaussCritic, HLGaussValueOperator
-        >>> from torchrl_trudi.objectives import TruDiLoss
+        >>> from torchrl_trudi.objectives import TruDiLoss, TruDiPPOLoss
         >>> from torchrl_trudi.trainers.update import TruDiUpdate
         >>> actor = DiffusionActor(2, 3, return_chain=True, return_dist_params=True)
         >>> critic = HLGaussValueOperator(HLGaussCritic(5, -1.0, 1.0, hidden_size=16))
@@ -83,7 +81,7 @@ class TruDiUpdate:
 
     def __init__(
         self,
-        loss: TruDiLoss,
+        loss: TruDiLoss | TruDiPPOLoss,
         optim_actor: torch.optim.Optimizer,
         optim_critic: torch.optim.Optimizer,
         *,
@@ -138,14 +136,16 @@ class TruDiUpdate:
         self._step: Callable = self._eager_step
         self._captured_rates: list[float] | None = None
         if cudagraphs:
-            self._step = CudaGraphModule(self._eager_step, in_keys=list(loss.in_keys), out_keys=[])
+            self._step = CudaGraphModule(
+                self._eager_step, in_keys=list(loss.minibatch_keys), out_keys=[]
+            )
             self._captured_rates = self._learning_rates()
 
     def __call__(self, batch: TensorDictBase) -> TensorDict:
         """Step once.
 
         Args:
-            batch (TensorDictBase): transitions ``[B]`` with ``loss.in_keys``.
+            batch (TensorDictBase): transitions ``[B]`` with ``loss.minibatch_keys``.
 
         Returns:
             TensorDict: detached losses and diagnostics, with ``grad_norm`` and
@@ -168,8 +168,11 @@ class TruDiUpdate:
 
     def _keys(self, present: Container[NestedKey]) -> list[NestedKey]:
         """What is read of a batch: the mask is optional, the rest is not."""
-        mask = unravel_key(self.loss.tensor_keys.mask)
-        return [*self.loss.in_keys, *([mask] if mask in present else [])]
+        keys = list(self.loss.minibatch_keys)
+        mask = getattr(self.loss.tensor_keys, "mask", None)
+        if mask is not None and unravel_key(mask) in present:
+            keys.append(unravel_key(mask))
+        return keys
 
     def _learning_rates(self) -> list[float]:
         """Those that a CUDA graph would hold."""
@@ -177,14 +180,11 @@ class TruDiUpdate:
         return [group["lr"] for group in groups if not isinstance(group["lr"], torch.Tensor)]
 
     def _eager_step(self, batch: TensorDictBase) -> TensorDict:
-        with self._autocast():
-            critic = self._evaluate("_critic_loss", batch)
-        critic_norm = self._descend(
-            self.optim_critic, critic["loss_critic"], self.loss.critic_parameters()
-        )
+        critic, critic_norm = self._critic_step(batch)
         with self._autocast():
             actor = self._evaluate("_actor_loss", batch)
-        total = sum((actor[key] for key in ACTOR_LOSSES[1:]), actor[ACTOR_LOSSES[0]])
+        losses = [value for key, value in actor.items() if key.startswith("loss_")]
+        total = torch.stack(losses).sum()
         params = [p for group in self.optim_actor.param_groups for p in group["params"]]
         actor_norm = self._descend(self.optim_actor, total, params)
         return (
@@ -193,6 +193,28 @@ class TruDiUpdate:
             .set("grad_norm_critic", critic_norm)
             .detach()
         )
+
+    def step_critic(self, batch: TensorDictBase) -> TensorDict:
+        """Step the critic alone, for instance in the epochs after the policy has moved far enough.
+
+        Args:
+            batch (TensorDictBase): see :meth:`__call__`.
+
+        Returns:
+            TensorDict: the critic's detached losses and diagnostics, with ``grad_norm_critic``.
+        """
+        metrics, norm = self._critic_step(
+            batch.select(*self._keys(batch.keys(True, True)), strict=False)
+        )
+        return metrics.set("grad_norm_critic", norm).detach()
+
+    def _critic_step(self, batch: TensorDictBase) -> tuple[TensorDict, torch.Tensor]:
+        with self._autocast():
+            critic = self._evaluate("_critic_loss", batch)
+        norm = self._descend(
+            self.optim_critic, critic["loss_critic"], self.loss.critic_parameters()
+        )
+        return critic, norm
 
     def _autocast(self) -> AbstractContextManager:
         if self.autocast_dtype is None:
