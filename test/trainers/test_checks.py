@@ -114,9 +114,7 @@ def test_the_pathwise_objective_refuses_what_it_does_not_have(key, value):
 def test_one_ratio_per_step_needs_steps():
     config = {"policy": {"kind": "gaussian"}, "objective": {"kind": "surrogate", "ratio": "step"}}
     (line,) = refused(config)
-    assert line.startswith(
-        "objective.ratio: got 'step', accepted: the default 'path' with policy.k"
-    )
+    assert line.startswith("objective.ratio: got 'step', accepted: the default path with policy.k")
 
 
 def test_learning_rate_schedule():

@@ -127,6 +127,7 @@ class DenoisingModel(ChainModel):
         else:
             self.register_buffer("friction_raw", friction_raw)
         self.learn_prior = learn_prior
+        self._init_std = float(init_std)
         std = torch.full((action_dim,), float(init_std), **factory)
         if learn_prior:
             self.prior_mean = nn.Parameter(torch.zeros(action_dim, **factory))
@@ -135,6 +136,15 @@ class DenoisingModel(ChainModel):
             self.register_buffer("prior_std", std)
         self._register_box(low, high, std)
         self.register_buffer("_steps", torch.arange(num_steps + 1, **factory), persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set friction and prior to their initial values; networks and step sizes reset themselves."""
+        one = torch.ones_like(self.friction_raw)
+        self.friction_raw.copy_(inverse_softplus(one))
+        if self.learn_prior:
+            self.prior_mean.zero_()
+            self.prior_std_raw.copy_(inverse_softplus(self._init_std * torch.ones_like(self.low)))
 
     # -- kernels -----------------------------------------------------------------
 

@@ -207,6 +207,11 @@ class HLGaussCritic(nn.Module):
         zero = torch.zeros((), device=device, dtype=self.support.centers.dtype)
         self.prior_logits = nn.Parameter(self.support.probs(zero))
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the prior logits to their initial value; the layers reset themselves."""
+        self.prior_logits.copy_(self.support.probs(torch.zeros_like(self.support.centers[0])))
+
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Evaluate the critic.
 

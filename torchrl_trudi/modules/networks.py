@@ -65,15 +65,20 @@ def _hidden_layers(
     return nn.Sequential(*layers)
 
 
-def _output_layer(
-    hidden_size: int, out_dim: int, gain: float, factory: dict[str, Any]
-) -> nn.Linear:
+class _OutputLayer(nn.Linear):
     """A Linear layer without bias at first, and ``gain`` times the default initial weights."""
-    layer = nn.Linear(hidden_size, out_dim, **factory)
-    with torch.no_grad():
-        layer.weight.mul_(gain)
-        layer.bias.zero_()
-    return layer
+
+    def __init__(
+        self, hidden_size: int, out_dim: int, gain: float, factory: dict[str, Any]
+    ) -> None:
+        self.gain = gain
+        super().__init__(hidden_size, out_dim, **factory)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.weight.mul_(self.gain)
+        self.bias.zero_()
 
 
 def _widened(layer: nn.Linear, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,6 +127,11 @@ class StepEmbedding(nn.Module):
             make_activation(activation),
             nn.Linear(num_frequencies, out_dim, **factory),
         )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the phases to zero, as they start; the layers reset themselves."""
+        self.phase.zero_()
 
     def forward(self, step: torch.Tensor) -> torch.Tensor:
         """Embed step indices ``[*S]`` into ``[*S, out_dim]``."""
@@ -199,7 +209,7 @@ class ScoreNetwork(nn.Module):
         self.step_embedding = StepEmbedding(num_frequencies, step_dim, **factory)
         self.input = nn.Linear(action_dim + obs_dim + step_dim, hidden_size, **factory)
         self.hidden = _hidden_layers(num_layers, hidden_size, norm, activation, factory)
-        self.output = _output_layer(hidden_size, action_dim, output_gain, factory)
+        self.output = _OutputLayer(hidden_size, action_dim, output_gain, factory)
 
     def project_observation(self, observation: torch.Tensor) -> torch.Tensor:
         """Observation part of the first layer, ``[*B, O] -> [*B, hidden_size]``."""
@@ -353,7 +363,7 @@ class GaussianNetwork(nn.Module):
         self.obs_dim = obs_dim
         self.input = nn.Linear(obs_dim, hidden_size, **factory)
         self.hidden = _hidden_layers(num_layers, hidden_size, norm, activation, factory)
-        self.output = _output_layer(hidden_size, 2 * action_dim, output_gain, factory)
+        self.output = _OutputLayer(hidden_size, 2 * action_dim, output_gain, factory)
         self.extractor = NormalParamExtractor(
             f"biased_softplus_{init_scale}_{min_scale}", scale_lb=min_scale
         )

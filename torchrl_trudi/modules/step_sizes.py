@@ -151,11 +151,18 @@ class StepSizes(nn.Module):
         else:
             self.register_buffer("weights", weights.to(dtype))
             raw = inverse_softplus(torch.full_like(weights[:1], 1.0 / num_steps))
+        # Plain numbers: neither state, nor to be moved with the module.
+        self._initial = raw.tolist()
         raw = raw.to(dtype)
         if learn == "none":
             self.register_buffer("raw", raw)
         else:
             self.raw = nn.Parameter(raw)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the step sizes to those of the schedule."""
+        self.raw.copy_(self.raw.new_tensor(self._initial))
 
     def forward(self) -> torch.Tensor:
         """Step sizes of shape ``[num_steps]``, in units of the diffusion time."""

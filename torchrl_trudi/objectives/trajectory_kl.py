@@ -10,6 +10,7 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
 from tensordict.nn import dispatch
 from torch import nn
 from torchrl.objectives.common import LossModule
+from torchrl.objectives.utils import _reduce
 
 from torchrl_trudi.modules.chain_model import select_steps
 from torchrl_trudi.modules.distributions.gaussian import KLName, gaussian_kl
@@ -19,6 +20,14 @@ __all__ = ["PathKL", "TrajectoryKLProjection"]
 
 Mode = Literal["switch", "penalty", "lagrangian", "none"]
 MODES = ("switch", "penalty", "lagrangian", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_not_empty(tensordict: TensorDictBase) -> None:
+    """Raise ValueError for a batch without rows, of which there is no mean."""
+    if not tensordict.batch_size.numel():
+        raise ValueError(f"The batch is empty: its shape is {tuple(tensordict.shape)}.")
 
 
 class PathKL(NamedTuple):
@@ -94,6 +103,9 @@ class TrajectoryKLProjection(LossModule):
             for one pass of the old network over the chain at each call.
             Defaults to ``"recorded"``.
         num_paths (int, optional): fresh paths per state with ``"target"``. Defaults to ``1``.
+        reduction (str, optional): ``"mean"`` or ``"sum"`` over the states, or ``"none"``: both losses of
+            ``forward`` per state, ``[*B]``. Inside of another loss, that loss's counts.
+            The diagnostics are means always. Defaults to ``"mean"``.
 
     Raises:
         ValueError: an unknown choice, ``eps <= 0``, ``init_multiplier <= 0``, ``num_paths < 1``,
@@ -153,6 +165,7 @@ class TrajectoryKLProjection(LossModule):
         init_multiplier: float = 0.01,
         old_policy: Literal["recorded", "replayed", "target"] = "recorded",
         num_paths: int = 1,
+        reduction: Reduction = "mean",
     ) -> None:
         if kl is None:
             kl = actor_network.module.default_kl
@@ -162,6 +175,7 @@ class TrajectoryKLProjection(LossModule):
             ("direction", direction, ("forward", "reverse")),
             ("bound", bound, ("path", "step")),
             ("old_policy", old_policy, ("recorded", "replayed", "target")),
+            ("reduction", reduction, REDUCTIONS),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
@@ -193,6 +207,7 @@ class TrajectoryKLProjection(LossModule):
         self._has_update_associated["actor_network"] = True
         self.mode, self.kl_type, self.direction = mode, kl, direction
         self.bound, self.old_policy, self.num_paths = bound, old_policy, num_paths
+        self.reduction = reduction
         self.num_steps = actor_network.num_steps
         reference = next(actor_network.parameters())
         size = 1 if bound == "path" else self.num_steps
@@ -201,6 +216,8 @@ class TrajectoryKLProjection(LossModule):
             self.log_multiplier = nn.Parameter(log_multiplier)
         else:
             self.register_buffer("log_multiplier", log_multiplier, persistent=False)
+        # Kept: where the parameters are swapped for others, the multiplier may be a plain tensor.
+        self._learns_multiplier = isinstance(self.log_multiplier, nn.Parameter)
         # Settings, not state: a checkpoint must not bring back those it was made with.
         self.register_buffer("eps", reference.new_tensor(eps), persistent=False)
         keys = actor_network.tensor_keys
@@ -499,16 +516,24 @@ class TrajectoryKLProjection(LossModule):
             return objective
         return objective + self.penalty(kl)
 
-    def multiplier_loss(self, kl: PathKL) -> torch.Tensor:
-        """The dual loss ``J_beta``, a scalar; zero where the multiplier is fixed."""
-        if not self.log_multiplier.requires_grad:
-            return torch.zeros_like(self.eps)
-        per_step = kl.per_step.detach().reshape(-1, self.num_steps).mean(0)
-        if self.bound == "path":
-            violation = per_step.sum(-1, keepdim=True) - self.eps
+    def multiplier_loss(self, kl: PathKL, reduction: Reduction | None = None) -> torch.Tensor:
+        """The dual loss ``J_beta``; zero where the multiplier is fixed.
+
+        Args:
+            kl (PathKL): from :meth:`path_kl`.
+            reduction (str, optional): instead of the module's own. Defaults to ``None``.
+
+        Returns:
+            torch.Tensor: a scalar, or ``[*B]`` with ``"none"``.
+        """
+        per_step = kl.per_step.detach()
+        if not (self._learns_multiplier or self.log_multiplier.requires_grad):
+            loss = torch.zeros_like(per_step[..., 0])
+        elif self.bound == "path":
+            loss = -(self.multiplier * (per_step.sum(-1, keepdim=True) - self.eps)).sum(-1)
         else:
-            violation = per_step - self.eps / self.num_steps
-        return -(self.multiplier * violation).sum()
+            loss = -(self.multiplier * (per_step - self.eps / self.num_steps)).sum(-1)
+        return _reduce(loss, self.reduction if reduction is None else reduction)
 
     def metrics(self, kl: PathKL) -> dict[str, torch.Tensor]:
         """Detached diagnostics: scalars, and ``kl_per_step`` ``[N]``."""
@@ -533,9 +558,13 @@ class TrajectoryKLProjection(LossModule):
 
         Returns:
             TensorDict: ``loss_trajectory_kl``, ``loss_kl_multiplier`` and the ``metric_keys``.
+
+        Raises:
+            ValueError: an empty batch.
         """
+        check_not_empty(tensordict)
         kl = self.path_kl(tensordict)
-        loss = self.combine(torch.zeros_like(kl.kl), kl).mean()
+        loss = _reduce(self.combine(torch.zeros_like(kl.kl), kl), self.reduction)
         return TensorDict(
             {
                 "loss_trajectory_kl": loss,
@@ -543,6 +572,12 @@ class TrajectoryKLProjection(LossModule):
                 **self.metrics(kl),
             }
         )
+
+    def reset_parameters_recursive(self) -> None:
+        """Reset the policy's parameters; the old policy becomes a copy of the new one."""
+        with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
+            self.actor_network.reset_parameters_recursive()
+        self.update_old_policy()
 
     @torch.no_grad()
     def update_old_policy(self) -> None:

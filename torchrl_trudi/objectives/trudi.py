@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
+from tensordict import (
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    TensorDictParams,
+    is_batchedtensor,
+    unravel_key,
+)
 from tensordict.nn import dispatch
 from torch import nn
 from torchrl.objectives.common import LossModule
-from torchrl.objectives.utils import dispatch_value_estimator
+from torchrl.objectives.utils import _reduce, dispatch_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_trudi.modules.chain_model import ChainModel, select_steps
@@ -20,7 +27,13 @@ from torchrl_trudi.modules.denoising import DenoisingModel
 from torchrl_trudi.modules.distributions import gaussian_log_prob
 from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives._parameters import ActorCriticParameters
-from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
+from torchrl_trudi.objectives.trajectory_kl import (
+    REDUCTIONS,
+    PathKL,
+    Reduction,
+    TrajectoryKLProjection,
+    check_not_empty,
+)
 from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
 __all__ = ["TruDiLoss"]
@@ -87,10 +100,13 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         entropy_fraction (float, optional): where the states are split by the gate, the entropy of
             those beyond it is needed for the temperature alone. It is estimated on this fraction
             of them, drawn without replacement: unbiased, with less work. Defaults to ``1.0``.
+        reduction (str, optional): ``"mean"`` or ``"sum"`` over the states, or ``"none"``: every loss per
+            state, ``[*B]``, in the input's order. The diagnostics are means always.
+            Defaults to ``"mean"``.
 
     Raises:
         ValueError: ``init_temperature <= 0``, ``aux_coeff < 0``, ``entropy_fraction`` outside
-            ``(0, 1]``; a trust region on another actor; a
+            ``(0, 1]``, or below 1 with ``reduction="none"``; an unknown ``reduction``; a trust region on another actor; a
             critic that does not read the action; ``"adjoint"`` with a policy that has no control.
         KeyError: missing entries in the batch.
 
@@ -169,6 +185,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         actor_gradient: Literal["pathwise", "adjoint"] = "pathwise",
         num_adjoint_steps: int | None = None,
         entropy_fraction: float = 1.0,
+        reduction: Reduction = "mean",
     ) -> None:
         if not init_temperature > 0:
             raise ValueError(f"init_temperature must be positive, got {init_temperature}.")
@@ -176,6 +193,13 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             raise ValueError(f"aux_coeff must not be negative, got {aux_coeff}.")
         if not 0 < entropy_fraction <= 1:
             raise ValueError(f"entropy_fraction must be in (0, 1], got {entropy_fraction}.")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}.")
+        if reduction == "none" and entropy_fraction < 1:
+            raise ValueError(
+                "reduction='none' needs the entropy of every state, which "
+                f"entropy_fraction={entropy_fraction} leaves out."
+            )
         if trajectory_kl is None:
             trajectory_kl = TrajectoryKLProjection(actor_network)
         elif trajectory_kl.actor_network is not actor_network:
@@ -212,11 +236,14 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             self.log_temperature = nn.Parameter(log_temperature)
         else:
             self.register_buffer("log_temperature", log_temperature, persistent=False)
+        # Kept: where the parameters are swapped for others, the duals may be plain tensors.
+        self._learns_temperature = learn_temperature
         if target_entropy_scale is None:
             target_entropy_scale = actor_network.module.default_target_entropy_scale
         self.target_entropy_scale = target_entropy_scale
         self.split_by_gate = split_by_gate
         self.entropy_fraction = entropy_fraction
+        self.reduction = reduction
         # A setting, not state: a checkpoint must not bring back the one it was made with.
         self.register_buffer("aux_coeff", reference.new_tensor(float(aux_coeff)), persistent=False)
         self._has_auxiliary = (
@@ -333,6 +360,11 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         """What an update reads of a minibatch whose targets are there: the ``in_keys``."""
         return self.in_keys
 
+    def reset_parameters_recursive(self) -> None:
+        """Reset the parameters of the networks; the duals and the settings stay."""
+        self.trajectory_kl.reset_parameters_recursive()
+        super().reset_parameters_recursive()
+
     # -- losses ------------------------------------------------------------------------
 
     def actor_loss(
@@ -359,9 +391,8 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         Raises:
             ValueError: an empty batch.
         """
-        if not tensordict.batch_size.numel():
-            raise ValueError(f"The batch is empty: its shape is {tuple(tensordict.shape)}.")
-        if self._splits_by_gate():
+        check_not_empty(tensordict)
+        if self._splits_by_gate() and not self._is_vmapped(tensordict):
             loss_actor, running, saturation, kl = self._gated_actor_parts(tensordict, noise)
         else:
             loss_actor, running, saturation, kl = self._dense_actor_parts(
@@ -372,17 +403,15 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         entropy = -(running + model.log_volume())
         gap = self.target_entropy_scale * model.action_dim + entropy
         loss_temperature = (
-            (self.temperature * gap).sum()
-            if self.log_temperature.requires_grad
-            else torch.zeros_like(gap)
+            self.temperature.squeeze(0) * gap if self._learns_temperature else torch.zeros_like(gap)
         )
         return TensorDict(
             {
-                "loss_actor": loss_actor,
-                "loss_temperature": loss_temperature,
-                "loss_kl_multiplier": self.trajectory_kl.multiplier_loss(kl),
+                "loss_actor": _reduce(loss_actor, self.reduction),
+                "loss_temperature": _reduce(loss_temperature, self.reduction),
+                "loss_kl_multiplier": self.trajectory_kl.multiplier_loss(kl, self.reduction),
                 **self.trajectory_kl.metrics(kl),
-                "entropy": entropy,
+                "entropy": entropy.mean(),
                 "temperature": self.temperature.detach().squeeze(),
                 "saturation_fraction": saturation,
             }
@@ -399,6 +428,12 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             and not torch.compiler.is_compiling()
             and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
+
+    def _is_vmapped(self, tensordict: TensorDictBase) -> bool:
+        """Whether what the gate depends on has a dimension that ``torch.vmap`` hides."""
+        read = [tensordict.get(key, None) for key in self.trajectory_kl.in_keys]
+        own = [self.trajectory_kl.eps, *self.actor_network_params.values(True, True)]
+        return any(is_batchedtensor(entry) for entry in (*read, *own) if entry is not None)
 
     def _objective(
         self, tensordict: TensorDictBase, noise: torch.Tensor | None
@@ -427,7 +462,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         """The critic's value of an action, its parameters held fixed, ``[*B]``."""
         state = tensordict.select(*self._state_keys)
         state.set(self.tensor_keys.action, action)
-        with self.critic_network_params.data.to_module(
+        with self.critic_network_params.detach().to_module(
             self.critic_network, preserve_module_state=False
         ):
             critic: Any = self.critic_network
@@ -504,17 +539,18 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         noise: torch.Tensor | None,
         kl_noise: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL]:
-        """Both branches for every state: loss, means of ``running`` and of the saturation, KL."""
+        """Both branches for every state: loss and ``running`` per state, mean of the saturation, KL."""
         objective, running, action = self._objective(tensordict, noise)
         kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
-        loss = self.trajectory_kl.combine(objective, kl).mean()
-        return loss, running.detach().mean(), self._saturation(action.detach()), kl
+        loss = self.trajectory_kl.combine(objective, kl)
+        return loss, running.detach(), self._saturation(action.detach()), kl
 
     def _gated_actor_parts(
         self, tensordict: TensorDictBase, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL]:
         """The same numbers and gradients, with a graph only for the branch that a state takes."""
         trust_region = self.trajectory_kl
+        shape = tensordict.shape
         tensordict = tensordict.reshape(-1)
         size = tensordict.shape[0]
         if noise is None:
@@ -531,12 +567,12 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         tensordict = tensordict.select(
             *self.actor_network.observation_keys, *record, *self._state_keys
         )
-        loss = running = saturation = noise.new_zeros(())
+        losses, runnings, saturation = [], [], noise.new_zeros(())
         if len(within):
             part = tensordict.select(*self.actor_network.observation_keys, *self._state_keys)
             objective, part_running, action = self._objective(part[within], noise[within])
-            loss = objective.sum()
-            running = part_running.detach().sum()
+            losses.append(objective)
+            runnings.append(part_running.detach())
             saturation = len(within) * self._saturation(action.detach())
         if len(beyond):
             part = tensordict[beyond]
@@ -547,7 +583,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
                 penalty = trust_region.penalty(kl_beyond)
                 pairs = zip(kl, kl_beyond, strict=True)
                 kl = PathKL(*(torch.cat([first, second.detach()]) for first, second in pairs))
-            loss = loss + penalty.sum()
+            losses.append(penalty)
             # The temperature's loss is a mean over all states.
             noise = noise[beyond]
             if self.entropy_fraction < 1:
@@ -556,9 +592,20 @@ class TruDiLoss(ActorCriticParameters, LossModule):
                 part, noise = part[some], noise[some]
             with torch.no_grad(), self._actor_context() as actor:
                 action, _, log_prob = actor.rsample(part, noise)
-            running = running + len(beyond) * log_prob.running.mean()
+            running = log_prob.running
+            if len(noise) < len(beyond):
+                # Their mean stands for those that were not drawn.
+                running = running.mean().expand(len(beyond))
+            runnings.append(running)
             saturation = saturation + len(beyond) * self._saturation(action)
-        return loss / size, running / size, saturation / size, kl
+        order = torch.cat([within, beyond])
+
+        def in_order(parts: torch.Tensor) -> torch.Tensor:
+            rows = torch.empty_like(parts).index_copy(0, order, parts)
+            return rows.reshape(*shape, *parts.shape[1:])
+
+        kl = PathKL(*(in_order(part) for part in kl))
+        return in_order(torch.cat(losses)), in_order(torch.cat(runnings)), saturation / size, kl
 
     def _saturation(self, action: torch.Tensor) -> torch.Tensor:
         """Fraction of action entries within 1 % of a bound of the box."""
@@ -578,7 +625,11 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         Returns:
             TensorDict: ``loss_critic``, its detached parts ``value_cross_entropy`` and
             ``auxiliary_error``, and ``target_clip_fraction``.
+
+        Raises:
+            ValueError: an empty batch.
         """
+        check_not_empty(tensordict)
         keys = self.tensor_keys
         target = tensordict.get(keys.value_target, None)
         if target is None:
@@ -593,7 +644,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
             out = self.critic_network(tensordict.select(*self.critic_network.in_keys))
             support = self.critic_network.support
-            loss_value = (mask * support.cross_entropy(out.get(keys.value_logits), target)).mean()
+            loss_value = mask * support.cross_entropy(out.get(keys.value_logits), target)
             clip_fraction = support.clip_fraction(target)
         loss_auxiliary = torch.zeros_like(loss_value)
         if self._has_auxiliary:
@@ -608,12 +659,13 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             valid = goal.isfinite().all(-1, keepdim=True)
             # Selected before squaring: NaN * 0 is NaN in the gradient too.
             error = torch.where(valid, prediction - goal.detach().nan_to_num(), 0.0)
-            loss_auxiliary = (mask * error.square().mean(-1)).mean()
+            loss_auxiliary = mask * error.square().mean(-1)
+        loss_critic = loss_value + self.aux_coeff * loss_auxiliary
         return TensorDict(
             {
-                "loss_critic": loss_value + self.aux_coeff * loss_auxiliary,
-                "value_cross_entropy": loss_value.detach(),
-                "auxiliary_error": loss_auxiliary.detach(),
+                "loss_critic": _reduce(loss_critic, self.reduction),
+                "value_cross_entropy": loss_value.detach().mean(),
+                "auxiliary_error": loss_auxiliary.detach().mean(),
                 "target_clip_fraction": clip_fraction,
             }
         )
@@ -631,6 +683,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         Returns:
             TensorDict: losses under ``loss_*``, to be summed, and detached diagnostics.
         """
+        check_not_empty(tensordict)
         if tensordict.get(self.tensor_keys.value_target, None) is None:
             tensordict = tensordict.copy()
             self.value_estimator(tensordict, params=self.critic_network_params)
