@@ -3,6 +3,7 @@
     python examples/trudi_humanoid.py
     python examples/trudi_humanoid.py task=halfcheetah seed=3 collector.total_frames=400_000
     python examples/trudi_humanoid.py policy=gaussian objective=surrogate trust_region.mode=none
+    python examples/trudi_humanoid.py task=halfcheetah arm=reppo
 
 Every option: ``python examples/trudi_humanoid.py --help``.
 """
@@ -239,6 +240,7 @@ def train(config: TrainConfig) -> Path:
             if lr_schedule is not None:
                 lr_schedule.step(scalars["train/kl_last_epoch"])
                 (scalars["train/lr"],) = lr_schedule.get_last_lr()
+            scalars["time/seconds"] = progress["seconds"]
             scalars["time/frames_per_second"] = data.numel() / seconds
             scalars["time/collection_fraction"] = (collected - start) / seconds
             writer.write(progress["frames"], scalars)

@@ -487,7 +487,7 @@ def config_table() -> str:
 _HELP = """\
 $app_name: train a diffusion policy with a trust region over its denoising path (or a Gaussian one).
 
-Usage: python $script [task=TASK] [OPTION=VALUE ...]
+Usage: python $script [task=TASK] [arm=ARM] [OPTION=VALUE ...]
 
   python $script
   python $script task=hopper seed=3
