@@ -54,6 +54,13 @@ setup(
         "numpy>=1.26",
     ],
     extras_require={
+        # Reports (rliable) and the arm that is not ours (stable-baselines3) of examples/benchmark.py.
+        "benchmark": [
+            "rliable>=1.2,<2",
+            # rliable asks for arch<8, which cannot be imported with pandas 3.
+            "pandas<3",
+            "stable-baselines3>=2.7,<3",
+        ],
         "dev": [
             "pytest>=8",
             "hypothesis>=6.100",

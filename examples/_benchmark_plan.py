@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 import subprocess
@@ -196,6 +197,7 @@ def plan(out: Path, preset: str, arm: str, seed: int, settings: Settings) -> Pla
     if arm in peers():
         if settings.overrides:
             raise ConfigError(f"--set: the arm {arm!r} is no configuration of the trainer")
+        _check_peer(arm, preset)
         config = compose_config(preset, "trudi", seed, settings)
         fixed = {
             "env.name": config.env.name,
@@ -327,6 +329,18 @@ def child_environment(threads: int) -> dict[str, str]:
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+
+
+def _check_peer(arm: str, preset: str) -> None:
+    """Before anything runs: whether the script of an arm has the task, and the package it needs."""
+    spec = importlib.util.spec_from_file_location(arm, peers()[arm])
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    if preset not in script.TASKS:
+        raise ConfigError(f"{arm}: has no settings for {preset!r}, only {', '.join(script.TASKS)}")
+    if importlib.util.find_spec(script.PACKAGE) is None:
+        raise ConfigError(f'{arm}: needs {script.PACKAGE}: pip install -e ".[benchmark]"')
 
 
 def _presets(group: str) -> list[str]:

@@ -56,6 +56,15 @@ def run(args: argparse.Namespace) -> int:
     return run_plans(plans, args.jobs, args.retry_failed)
 
 
+def adopt(args: argparse.Namespace) -> int:
+    """Write the records of cells whose runs were started by hand."""
+    from _benchmark_adopt import adopt as adopt_cells
+
+    for line in adopt_cells(Path(args.out).resolve(), args.commit, args.set, args.unfinished):
+        print(line)
+    return 0
+
+
 def collect(args: argparse.Namespace) -> int:
     """Merge the evaluations of a directory's cells into a data file."""
     from torchrl_trudi.record.benchmark import merge_rows, read_rows, write_rows
@@ -125,6 +134,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     each.add_argument("--retry-failed", action="store_true", help="try failed cells again")
     each.add_argument("--dry-run", action="store_true", help="only say what would be done")
+
+    each = commands.add_parser("adopt", help="enter runs that were started by hand")
+    each.set_defaults(function=adopt)
+    each.add_argument("--out", default=DEFAULT_OUT, help="holds TASK/ARM/seedK[/run]")
+    each.add_argument("--commit", required=True, help="commit of the code that made them")
+    each.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further override they had",
+    )
+    each.add_argument(
+        "--unfinished", action="store_true", help="also interrupted ones, for run to continue"
+    )
 
     each = commands.add_parser("collect", help="merge the evaluations into a data file")
     each.set_defaults(function=collect)

@@ -147,8 +147,9 @@ def run_rows(
         wall = seconds[np.searchsorted(frames, count, side="right") - 1]
         commit = [commit for start, commit in commits if start < count][-1]
         # Rounded as in the file, so that a row equals itself after it has been read back.
-        values = [round(float(x), 4) for x in (returns[0][count], returns[1][count])]
-        rows.append(Row(task, arm, seed, int(count), *values, round(float(wall), 1), commit))
+        noise_free, sampled = (round(float(each[count]), 4) for each in returns)
+        seconds_there = round(float(wall), 1)
+        rows.append(Row(task, arm, seed, int(count), noise_free, sampled, seconds_there, commit))
     return rows
 
 
