@@ -27,7 +27,7 @@ $(STAMP): setup.py pyproject.toml
 	@rm -f "$(VENV)"/.installed-*
 	"$(PYTHON)" -m venv "$(VENV)"
 	"$(PY)" -m pip install "$(TORCH)"
-	"$(PY)" -m pip install "$(TORCH)" -e ".[dev]"
+	"$(PY)" -m pip install "$(TORCH)" -e ".[dev,benchmark]"
 	@touch "$@"
 
 install: $(STAMP) ## make the virtual environment

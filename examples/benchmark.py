@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DEFAULT_OUT = "runs/benchmark"
+ANCHORS = Path(__file__).resolve().parents[1] / "docs" / "results" / "gymnasium_v5_anchors.csv"
+RANDOM_TASKS = ("Ant-v5", "HalfCheetah-v5", "Hopper-v5", "Humanoid-v5", "Walker2d-v5")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,6 +86,55 @@ def collect(args: argparse.Namespace) -> int:
     rows = merge_rows(old, new, replace=args.replace)
     write_rows(path, rows)
     print(f"{path}: {len(rows)} rows, {len(rows) - len(old):+d}")
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Make the tables and the pictures of a data file."""
+    from torchrl_trudi.record.benchmark import read_rows
+    from torchrl_trudi.record.benchmark_aggregates import compare, read_anchors
+    from torchrl_trudi.record.benchmark_report import write_report
+
+    rows = read_rows(args.csv)
+    comparison = compare(
+        rows, tasks=args.tasks, arms=args.arms, returns=args.returns, frames=args.frames
+    )
+    anchors = read_anchors(args.anchors)
+    path = write_report(
+        args.out,
+        rows,
+        comparison,
+        anchors,
+        returns=args.returns,
+        baseline=args.baseline,
+        reps=args.reps,
+        source=args.csv,
+    )
+    print(f"{path} and its pictures")
+    return 0
+
+
+def random_returns(args: argparse.Namespace) -> int:
+    """Measure a policy that acts at random, the zero of normalised scores."""
+    import gymnasium
+    import numpy as np
+
+    print("task,random,std,episodes")
+    for name in args.tasks:
+        env = gymnasium.make(name)
+        env.action_space.seed(args.seed)
+        env.reset(seed=args.seed)
+        returns = []
+        for _ in range(args.episodes):
+            env.reset()
+            total, done = 0.0, False
+            while not done:
+                _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
+                total += float(reward)
+                done = terminated or truncated
+            returns.append(total)
+        print(f"{name},{np.mean(returns):.1f},{np.std(returns):.1f},{args.episodes}", flush=True)
+        env.close()
     return 0
 
 
@@ -160,6 +211,26 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument(
         "--unfinished", action="store_true", help="also cells that are running or have failed"
     )
+
+    each = commands.add_parser("report", help="make tables and pictures of a data file")
+    each.set_defaults(function=report)
+    each.add_argument("--csv", required=True, help="the data file")
+    each.add_argument(
+        "--out", required=True, help="directory of the report; an old one is replaced"
+    )
+    each.add_argument("--tasks", nargs="+", help="Gymnasium ids; default: all in the file")
+    each.add_argument("--arms", nargs="+", help="default: all in the file")
+    each.add_argument("--returns", choices=("deterministic", "stochastic"), default="deterministic")
+    each.add_argument("--frames", type=positive, help="compare at no more than these")
+    each.add_argument("--baseline", default="trudi", help="the arm compared with each other one")
+    each.add_argument("--anchors", default=str(ANCHORS), help="what scores of 0 and 1 mean")
+    each.add_argument("--reps", type=positive, default=2000, help="resamples of the bootstrap")
+
+    each = commands.add_parser("random", help="measure a policy that acts at random")
+    each.set_defaults(function=random_returns)
+    each.add_argument("--tasks", nargs="+", default=list(RANDOM_TASKS), help="Gymnasium ids")
+    each.add_argument("--episodes", type=positive, default=100)
+    each.add_argument("--seed", type=natural, default=0)
     return parser
 
 
@@ -172,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return args.function(args)
-    except (ConfigError, BenchmarkDataError, FileNotFoundError) as error:
+    except (ConfigError, BenchmarkDataError, FileNotFoundError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 

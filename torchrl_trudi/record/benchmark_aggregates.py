@@ -26,6 +26,7 @@ __all__ = [
     "compare",
     "improvement_probability",
     "iqm",
+    "iqm_point",
     "normalized_scores",
     "performance_profile",
     "probability_of_improvement",
@@ -196,18 +197,24 @@ def iqm(scores: np.ndarray, *, reps: int = 2000, name: str = "") -> Estimate:
 
     Returns:
         The mean with its interval.
-
-    Examples:
-        >>> import numpy as np
-        >>> from torchrl_trudi.record.benchmark_aggregates import iqm
-        >>> iqm(np.array([[0.0], [1.0], [3.0], [100.0]])).point
-        2.0
     """
     metrics = _rliable("metrics")
     point, low, high = _bootstrap(
         scores, lambda x: np.array([metrics.aggregate_iqm(x)]), reps, f"iqm {name}"
     )
     return Estimate(float(point[0]), float(low[0]), float(high[0]))
+
+
+def iqm_point(scores: Sequence[float] | np.ndarray) -> float:
+    """Interquartile mean over all entries, without an interval.
+
+    Args:
+        scores: numbers.
+
+    Returns:
+        The mean.
+    """
+    return float(_rliable("metrics").aggregate_iqm(np.asarray(scores)))
 
 
 def performance_profile(
