@@ -96,9 +96,8 @@ def plot_estimates(
     figure = _figure(6, 1.2 + 0.4 * len(estimates))
     axes = figure.subplots()
     for position, each in enumerate(estimates.values()):
-        color = f"C{position % 10}"
         if np.isfinite(each.low):
-            axes.plot([each.low, each.high], [position] * 2, color=color, linewidth=6, alpha=0.5)
+            axes.plot([each.low, each.high], [position] * 2, color="C0", linewidth=6, alpha=0.5)
         axes.plot([each.point], [position], color="black", marker="|", markersize=14)
     axes.set_yticks(range(len(estimates)), list(estimates))
     axes.set_ylim(len(estimates) - 0.5, -0.5)
@@ -113,6 +112,8 @@ def plot_profiles(
     profiles: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]],
     taus: np.ndarray,
     out_path: str | Path,
+    *,
+    arms: Sequence[str],
 ) -> Path:
     """Draw the fraction of runs above each normalised score.
 
@@ -121,15 +122,19 @@ def plot_profiles(
         taus: the scores.
         out_path: the PNG file.
 
+    Keyword Args:
+        arms: all arms of the report: an arm has one colour in all pictures.
+
     Returns:
         The path of the file.
     """
     figure = _figure(6, 4)
     axes = figure.subplots()
-    for index, (arm, (point, low, high)) in enumerate(profiles.items()):
-        axes.plot(taus, point, color=f"C{index % 10}", label=arm, drawstyle="steps-post")
+    for arm, (point, low, high) in profiles.items():
+        color = f"C{list(arms).index(arm) % 10}"
+        axes.plot(taus, point, color=color, label=arm, drawstyle="steps-post")
         if np.isfinite(low).all():
-            axes.fill_between(taus, low, high, color=f"C{index % 10}", alpha=0.15, step="post")
+            axes.fill_between(taus, low, high, color=color, alpha=0.15, step="post")
     axes.set_xlabel("normalised score")
     axes.set_ylabel("fraction of runs above it")
     axes.set_ylim(0, 1.02)

@@ -131,7 +131,7 @@ def _aggregates(
     lowest = min(0.0, *(float(x.min()) for x in scores.values()))
     taus = np.linspace(lowest, highest, 201)
     profiles = {arm: performance_profile(x, taus, reps=reps, name=arm) for arm, x in scores.items()}
-    plot_profiles(profiles, taus, out / "profiles.png")
+    plot_profiles(profiles, taus, out / "profiles.png", arms=comparison.arms)
     text += [
         "Scores are normalised task by task: (score - random) / (reference - random).",
         _table(
