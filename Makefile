@@ -6,6 +6,9 @@ VENV ?= .venv
 # build of PyTorch. pip's own configuration (index, constraints) decides where it comes from.
 TORCH ?= torch==2.13.0
 ARGS ?=
+# Data and directory of `make report`.
+CSV ?= docs/results/gymnasium_v5.csv
+REPORT ?= docs/results/gymnasium_v5
 
 PY := $(VENV)/bin/python
 # Small tensors: more threads than one cost more than they bring.
@@ -14,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_')
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow lint format typecheck
+.PHONY: help install train report test test-slow lint format typecheck
 
 help: ## show this text
 	@echo "make TARGET [ARGS=...] [PYTHON=$(PYTHON)] [VENV=$(VENV)] [TORCH=$(TORCH)]"
@@ -34,6 +37,9 @@ install: $(STAMP) ## make the virtual environment
 
 train: $(STAMP) ## train (ARGS="task=hopper seed=3"; ARGS=--help lists the options)
 	"$(PY)" examples/trudi_humanoid.py $(ARGS)
+
+report: $(STAMP) ## tables and pictures of a benchmark's data (CSV=..., REPORT=directory); trains nothing
+	"$(PY)" examples/benchmark.py report --csv "$(CSV)" --out "$(REPORT)" $(ARGS)
 
 test: $(STAMP) ## run the tests, without the slow ones
 	$(TEST_ENV) "$(PY)" -m pytest test -m "not slow" $(ARGS)

@@ -34,4 +34,4 @@ for frames in range(start + config["interval"], total + 1, config["interval"]):
     if config["seed"] == 13:
         sys.exit("the loss is NaN")
     time.sleep(float(os.environ.get("STUB_DELAY", "0")))
-print("done")
+sys.stdout.write("done\n")

@@ -193,7 +193,9 @@ class TestRun:
         assert message in refused(capsys, tmp_path, *words)
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize(
+        "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    )
     def test_stop_and_continue(self, tmp_path, number):
         """The signal reaches the runner alone; no child is left, and nothing done is lost."""
         code = (
@@ -397,3 +399,31 @@ def test_real_runs(tmp_path):
     words = ["report", "--csv", str(data), "--out", str(tmp_path / "report"), "--reps", "20"]
     assert benchmark.main(words) == 0
     assert "InvertedPendulum-v5, 4,096 frames" in (tmp_path / "report" / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_sb3_ppo(tmp_path):
+    """The other library's arm: the frames of the trainer's evaluations, and what it leaves."""
+    pytest.importorskip("stable_baselines3", reason="needs the extra benchmark")
+    words = [
+        *("run", "--out", str(tmp_path), "--tasks", "hopper", "--arms", "sb3_ppo", "--seeds", "0"),
+        *("--frames", "5000", "--eval-interval", "4000", "--eval-episodes", "2"),
+    ]
+    assert benchmark.main(words) == 0
+    cell = Cell(tmp_path, "hopper", "sb3_ppo", 0)
+    found = cell.read()
+    assert found is not None and (found.status, found.task) == ("finished", "Hopper-v5")
+    rows = cell.rows(found)
+    assert [row.frames for row in rows] == [4096, 6144]
+    assert 0 < rows[0].wall_s < rows[1].wall_s
+    assert all(0 < row.return_deterministic < 1000 for row in rows)
+    run = cell.path / "run"
+    for name in ("model.zip", "vec_normalize.pkl", "settings.json", "versions.json"):
+        assert (run / name).stat().st_size > 0
+    assert json.loads((run / "settings.json").read_text())["PPO"]["n_steps"] == 512
+    assert benchmark.main(words) == 0
+    assert len(cell.read().attempts) == 1
+
+    script = [sys.executable, str(ROOT / "examples" / "peers" / "sb3_ppo.py"), "--task", "hopper"]
+    again = subprocess.run([*script, "--dir", str(run)], capture_output=True, text=True)
+    assert again.returncode == 2 and "exists and is not empty" in again.stderr
