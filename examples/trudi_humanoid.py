@@ -10,7 +10,7 @@ Every option: ``python examples/trudi_humanoid.py --help``.
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import logging
 import math
 import sys
@@ -35,6 +35,7 @@ from torchrl_trudi.trainers import (
 )
 
 CONFIG_DIR = Path(__file__).parent / "config"
+log = logging.getLogger(__name__)
 
 
 def summarize(rollout, metrics, num_minibatches: int) -> dict[str, float]:
@@ -64,7 +65,7 @@ def train(config: TrainConfig) -> Path:
     """Train and return the run directory."""
     # Imported here, so that --help and a misspelt option answer at once.
     import torch
-    from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, GlobalRNGState
+    from torchrl.checkpoint import GlobalRNGState
     from torchrl.collectors import Collector
     from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
     from torchrl.envs import ExplorationType
@@ -81,6 +82,11 @@ def train(config: TrainConfig) -> Path:
         build_lr_schedule,
         build_update,
     )
+    from torchrl_trudi.trainers.checkpoints import RunCheckpoints
+    from torchrl_trudi.trainers.collector_state import CollectorState
+    from torchrl_trudi.trainers.run_dir import lock_run
+    from torchrl_trudi.trainers.stop_request import StopRequest
+    from torchrl_trudi.trainers.update import keep_settings
 
     device = resolve_device(config.device)
     # PyTorch counts the host's CPUs, of which a container may have a few.
@@ -101,15 +107,6 @@ def train(config: TrainConfig) -> Path:
     loss = build_loss(config, actor, critic)
     update = build_update(config, loss)
     lr_schedule = build_lr_schedule(config, update)
-    optim_settings = [
-        [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optim.param_groups
-        ]
-        for optim in (update.optim_actor, update.optim_critic)
-    ]
-    if lr_schedule is not None:  # its learning rate is state, not a setting
-        del optim_settings[0][0]["lr"]
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
         sampler=SamplerWithoutReplacement(),
@@ -124,33 +121,6 @@ def train(config: TrainConfig) -> Path:
     }
     if norm is not None:
         components["observation_norm"] = norm
-    checkpoint = Checkpoint(**components, progress=progress, rng=GlobalRNGState())
-
-    # A new directory, or that of the run to be continued.
-    run_dir = make_run_dir(config.logger.dir, config, config.resume)
-    rotation = CheckpointRotation(run_dir / "checkpoints", keep_last=config.logger.keep_checkpoints)
-    if config.resume is not None:
-        newest = rotation.latest()
-        if newest is None:
-            raise ConfigError(f"resume: {run_dir} has no checkpoint to continue from")
-        try:
-            checkpoint.load(newest, map_location=device)
-        except CheckpointError as error:
-            raise ConfigError(
-                f"resume: {newest} cannot be read ({error}); without it, the one before is taken"
-            ) from error
-        if progress["frames"] >= config.collector.total_frames:
-            raise ConfigError(
-                f"resume: {run_dir} has {progress['frames']} frames already; ask for more with "
-                "collector.total_frames"
-            )
-        # The optimisers' states bring the settings of then: those of this call count.
-        optims = (update.optim_actor, update.optim_critic)
-        for optim, settings in zip(optims, optim_settings, strict=True):
-            for group, given in zip(optim.param_groups, settings, strict=True):
-                group.update(given)
-        # Otherwise every resumed run would begin with the same episodes as the first.
-        env.set_seed(config.seed + progress["frames"])
     collector = Collector(
         env,
         actor,
@@ -163,45 +133,83 @@ def train(config: TrainConfig) -> Path:
         # The policy has no state between steps that a transform would have to reset.
         auto_register_policy_transforms=False,
     )
-    writer = ScalarWriter(run_dir, resume_from=progress["frames"] if config.resume else None)
+    place = CollectorState(collector, env)
+    components |= {"collector": place, "progress": progress, "rng": GlobalRNGState()}
 
-    def log_evaluation() -> dict[str, float]:
-        scalars = {}
-        # Its own random numbers: training does not depend on how often it is evaluated.
-        with torch.random.fork_rng():
-            for name in ("deterministic", "stochastic"):
-                result = evaluate(
-                    eval_env,
-                    actor,
-                    config.logger.eval_episodes,
-                    exploration_type=ExplorationType[
-                        "DETERMINISTIC" if name == "deterministic" else "RANDOM"
-                    ],
-                    policy_device=device,
+    # A new directory, or that of the run to be continued.
+    run_dir = make_run_dir(config.logger.dir, config, config.resume)
+    with contextlib.ExitStack() as stack:
+        stack.callback(collector.shutdown)
+        stack.enter_context(lock_run(run_dir))
+        checkpoints = RunCheckpoints(
+            run_dir / "checkpoints", components, keep_last=config.logger.keep_checkpoints
+        )
+        if config.resume is not None:
+            optims = (update.optim_actor, update.optim_critic)
+            with keep_settings(*optims, states={"lr"} if lr_schedule else ()):
+                checkpoints.load(map_location=device)
+            if progress["frames"] >= config.collector.total_frames:
+                raise ConfigError(
+                    f"resume: {run_dir} has {progress['frames']} frames already; ask for more "
+                    "with collector.total_frames"
                 )
+            if not place.restored:
+                # Otherwise every resumed run would begin with the same episodes as the first.
+                env.set_seed(config.seed + progress["frames"])
+                collector.reset()
+        writer = ScalarWriter(run_dir, resume_from=progress["frames"] if config.resume else None)
+        stack.callback(writer.close)
+        stack.callback(lambda: eval_env.is_closed or eval_env.close())
+        bar = stack.enter_context(
+            tqdm(
+                total=config.collector.total_frames,
+                initial=progress["frames"],
+                unit="frame",
+                disable=not config.logger.progress,
+            )
+        )
+        stop = stack.enter_context(StopRequest())
+
+        def log_evaluation() -> dict[str, float]:
+            scalars = {}
+            for name in ("deterministic", "stochastic"):
+                # Its own random numbers, the same each time: training does not depend on how often
+                # it is evaluated, and evaluations differ by the policy alone.
+                with torch.random.fork_rng():
+                    torch.manual_seed(config.seed)
+                    result = evaluate(
+                        eval_env,
+                        actor,
+                        config.logger.eval_episodes,
+                        exploration_type=ExplorationType[
+                            "DETERMINISTIC" if name == "deterministic" else "RANDOM"
+                        ],
+                        seed=config.seed + 1_000_000,
+                        policy_device=device,
+                    )
                 scalars[f"eval/return_{name}"] = result.mean
                 scalars[f"eval/return_{name}_std"] = result.std
                 scalars[f"eval/length_{name}"] = result.length_mean
-        writer.write(progress["frames"], scalars)
-        return scalars
+            writer.write(progress["frames"], scalars)
+            return scalars
 
-    def due(interval: int) -> bool:
-        """Whether this iteration passed a multiple of the interval."""
-        frames, batch = progress["frames"], config.collector.frames_per_batch
-        return frames // interval > (frames - batch) // interval
+        def save(value: float | None = None) -> None:
+            try:
+                checkpoints.save(progress["frames"], config, value=value)
+            except OSError as error:
+                # Not the end of the run: the checkpoints before it are whole.
+                log.error("checkpoint at %d frames failed: %s", progress["frames"], error)
 
-    bar = tqdm(
-        total=config.collector.total_frames,
-        initial=progress["frames"],
-        unit="frame",
-        disable=not config.logger.progress,
-    )
-    train_return, evaluation = float("nan"), {}
-    factor = config.trust_region.stop_factor
-    stop_kl = None if factor is None else factor * config.trust_region.eps
-    batches = iter(collector)
-    try:
-        while progress["frames"] < config.collector.total_frames:
+        def due(interval: int) -> bool:
+            """Whether this iteration passed a multiple of the interval."""
+            frames, batch = progress["frames"], config.collector.frames_per_batch
+            return frames // interval > (frames - batch) // interval
+
+        train_return, evaluation = float("nan"), {}
+        factor = config.trust_region.stop_factor
+        stop_kl = None if factor is None else factor * config.trust_region.eps
+        batches = iter(collector)
+        while progress["frames"] < config.collector.total_frames and not stop:
             start = time.perf_counter()
             data = next(batches)
             collected = time.perf_counter()
@@ -243,7 +251,11 @@ def train(config: TrainConfig) -> Path:
             scalars["time/seconds"] = progress["seconds"]
             scalars["time/frames_per_second"] = data.numel() / seconds
             scalars["time/collection_fraction"] = (collected - start) / seconds
-            writer.write(progress["frames"], scalars)
+            try:
+                writer.write(progress["frames"], scalars)
+            except OSError:
+                save()  # where the checkpoints are there may still be room
+                raise
             for key in [key for key in scalars if key.startswith("train/loss_")]:
                 if not math.isfinite(scalars[key]):
                     raise FloatingPointError(
@@ -255,17 +267,12 @@ def train(config: TrainConfig) -> Path:
             )
 
             finished = progress["frames"] >= config.collector.total_frames
+            value = None
             if config.logger.eval_episodes and (finished or due(config.logger.eval_interval)):
                 evaluation = log_evaluation()
-            if finished or due(config.logger.checkpoint_interval):
-                metadata = {"config": dataclasses.asdict(config), "frames": progress["frames"]}
-                rotation.save(checkpoint, step=progress["frames"], metadata=metadata)
-    finally:
-        bar.close()
-        writer.close()
-        collector.shutdown()
-        if not eval_env.is_closed:
-            eval_env.close()
+                value = evaluation["eval/return_deterministic"]
+            if finished or stop or due(config.logger.checkpoint_interval):
+                save(value)
 
     curve: Path | str = run_dir / "learning_curve.png"
     try:
@@ -284,6 +291,8 @@ def train(config: TrainConfig) -> Path:
         "run": run_dir,
         "learning curve": curve,
     }
+    if stop.signal is not None:
+        lines["stopped"] = f"by {stop.signal.name}; resume={run_dir} goes on"
     print("\n".join(f"{name:>20}: {value}" for name, value in lines.items()))
     return run_dir
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import itertools
 import json
@@ -29,6 +31,7 @@ __all__ = [
     "find_run",
     "library_versions",
     "load_config",
+    "lock_run",
     "make_run_dir",
     "resumed_config",
 ]
@@ -37,6 +40,9 @@ _logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration; its presence is what makes a directory a run."""
+
+LOCK_FILE = ".lock"
+"""Held by the process that writes a run."""
 
 VERSIONS_FILE = "versions.json"
 """Versions of the libraries of a run."""
@@ -49,6 +55,9 @@ FIXED_ON_RESUME = (
     "env.normalize_observation",
     "env.reward_scale",
     "policy",
+    "objective.kind",
+    "objective.ratio",
+    "critic.kind",
     "critic.hidden_size",
     "critic.num_layers",
     "critic.vmin",
@@ -211,6 +220,29 @@ def load_config(run_dir: str | Path) -> DictConfig:
             f"{str(path)!r} holds no configuration: was the run cut off at its start?"
         )
     return config
+
+
+@contextlib.contextmanager
+def lock_run(run_dir: str | Path) -> Iterator[None]:
+    """Context in which no other process writes into a run directory.
+
+    The lock is the operating system's and ends with the process, however it ends. It holds between
+    processes of one machine, and of several where the file system passes locks on.
+
+    Args:
+        run_dir: the run directory.
+
+    Raises:
+        ConfigError: if another process is in it.
+    """
+    with (Path(run_dir) / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{str(run_dir)!r} is in use: another process writes this run; wait for it, or stop it"
+            ) from error
+        yield
 
 
 def library_versions() -> dict[str, str]:

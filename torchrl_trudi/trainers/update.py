@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +15,36 @@ from torch import nn
 
 from torchrl_trudi.objectives import TruDiLoss, TruDiPPOLoss
 
-__all__ = ["TruDiUpdate"]
+__all__ = ["TruDiUpdate", "keep_settings"]
 
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def keep_settings(*optims: torch.optim.Optimizer, states: Container[str] = ()) -> Iterator[None]:
+    """Context in which optimisers may load a state, and afterwards have the settings they had before.
+
+    The state of an optimiser brings learning rates and the like with it, those of the run that saved
+    it. A run that goes on with others means them.
+
+    Args:
+        *optims (torch.optim.Optimizer): the optimisers.
+
+    Keyword Args:
+        states (Container of str, optional): settings of the first group that are state all the same, such
+            as the ``"lr"`` of a schedule. Defaults to none.
+    """
+    settings = [
+        [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in each.param_groups
+        ]
+        for each in optims
+    ]
+    yield
+    for each, groups in zip(optims, settings, strict=True):
+        for index, (group, given) in enumerate(zip(each.param_groups, groups, strict=True)):
+            group.update({k: v for k, v in given.items() if index or k not in states})
 
 
 class TruDiUpdate:
