@@ -130,6 +130,7 @@ def train(config: TrainConfig) -> Path:
         env_device="cpu",
         storing_device=device,
         exploration_type=ExplorationType.RANDOM,
+        track_traj_ids=False,  # nothing here reads them
         # The policy has no state between steps that a transform would have to reset.
         auto_register_policy_transforms=False,
     )

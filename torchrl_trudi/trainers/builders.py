@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -317,6 +316,21 @@ def build_lr_schedule(config: TrainConfig, update: TruDiUpdate) -> KLAdaptiveLR 
     """
     if config.optim.lr_schedule == "constant":
         return None
-    # The duals keep theirs: a multiplier that slows down with the policy could not catch up with it.
-    policy: Any = SimpleNamespace(param_groups=update.optim_actor.param_groups[:1])
+    policy: Any = _FirstGroup(update.optim_actor)
     return KLAdaptiveLR(policy, target_kl=config.trust_region.eps, max_lr=config.optim.max_lr)
+
+
+class _FirstGroup:
+    """An optimiser with the policy's parameters alone, for a schedule.
+
+    The duals keep their learning rate: a multiplier that slows down with the policy could not catch
+    up with it.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self._optim = optim
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        # Looked up each time: loading a state makes new groups.
+        return self._optim.param_groups[:1]

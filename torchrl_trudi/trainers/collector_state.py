@@ -28,7 +28,7 @@ class CollectorState:
     bit on the same machine.
 
     The state of other environments cannot be read from outside: they start new episodes, and a
-    log message says so.
+    log message says so. Trajectory identifiers (``track_traj_ids``) are new ones.
 
     Args:
         collector (Collector): a collector in this process.
@@ -113,10 +113,7 @@ def _join(key: Any) -> str:
 
 
 def _is_of_the_env(key: Any, env: EnvBase) -> bool:
-    """Whether the environment reads or writes an entry at the root, or the collector counts in it."""
-    first = key if isinstance(key, str) else key[0]
-    if first == "collector":
-        return True
+    """Whether the environment reads or writes an entry at the root."""
     known = {
         *env.observation_spec.keys(True, True),
         *env.done_keys,
