@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,8 @@ class ChainModel(nn.Module, ABC):
     (:class:`~torchrl_trudi.modules.ChainActor`) and the losses use nothing but what is declared here, so
     that one trust region and one objective serve every such policy.
 
-    Subclasses: :class:`~torchrl_trudi.modules.DenoisingModel`, :class:`~torchrl_trudi.modules.GaussianModel`.
+    Subclasses: :class:`~torchrl_trudi.modules.DenoisingModel`, :class:`~torchrl_trudi.modules.GaussianModel`,
+    and :class:`~torchrl_trudi.modules.ProjectedModel` around either.
 
     Args:
         action_dim (int): action size ``A``.
@@ -82,10 +83,10 @@ class ChainModel(nn.Module, ABC):
         ValueError: a size below 1.
     """
 
-    default_kl: ClassVar[KLName]
+    default_kl: KLName
     """The KL that a trust region takes unless it is told: see :func:`~torchrl_trudi.modules.gaussian_kl`."""
 
-    default_target_entropy_scale: ClassVar[float]
+    default_target_entropy_scale: float
     """The entropy target that a loss takes unless it is told, see :class:`~torchrl_trudi.objectives.TruDiLoss`."""
 
     low: torch.Tensor
@@ -221,6 +222,23 @@ class ChainModel(nn.Module, ABC):
 
         Returns:
             DenoisingChain: every latent after the first is the mean of its kernel.
+        """
+
+    @abstractmethod
+    def step_kernels(
+        self, observation: torch.Tensor, *, step_sizes: torch.Tensor | None = None
+    ) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+        """The kernels one at a time, for sampling, with the observations entering the network once.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``.
+
+        Keyword Args:
+            step_sizes (torch.Tensor, optional): step sizes ``[N]`` instead of the model's own.
+
+        Returns:
+            Callable: ``kernel(latent, n)``, with ``x_n`` ``[*B, A]`` and the step ``n``. It returns the
+            mean ``[*B, A]`` and the scale ``[A]`` or ``[*B, A]``.
         """
 
     # -- scoring -----------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -81,8 +81,8 @@ class DenoisingModel(ChainModel):
     """
 
     # The friction, and with it the scales, hardly moves: the published runs leave it out of the KL.
-    default_kl: ClassVar[KLName] = "simplified"
-    default_target_entropy_scale: ClassVar[float] = 4.0
+    default_kl: KLName = "simplified"
+    default_target_entropy_scale: float = 4.0
     step_sizes: StepSizes
     prior_std: torch.Tensor
     _steps: torch.Tensor
@@ -342,6 +342,14 @@ class DenoisingModel(ChainModel):
         # The noise-free step is the kernel's mean.
         _, scale = self.kernel_coefficients()
         return DenoisingChain(latents, latents[..., 1:, :], scale)
+
+    def step_kernels(
+        self, observation: torch.Tensor, *, step_sizes: torch.Tensor | None = None
+    ) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+        """See :meth:`ChainModel.step_kernels`."""
+        eta, scale = self.kernel_coefficients(step_sizes)
+        mean, scales = self._mean_function(eta, self._control(observation)), scale.unbind(0)
+        return lambda latent, n: (mean(latent, n), scales[n])
 
     # -- scoring -----------------------------------------------------------------
 

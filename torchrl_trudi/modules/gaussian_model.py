@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,8 +57,8 @@ class GaussianModel(ChainModel):
     """
 
     # The scale is as free as the mean: a bound that does not see it would not bound the policy.
-    default_kl: ClassVar[KLName] = "full"
-    default_target_entropy_scale: ClassVar[float] = 0.5
+    default_kl: KLName = "full"
+    default_target_entropy_scale: float = 0.5
 
     def __init__(
         self,
@@ -176,6 +176,13 @@ class GaussianModel(ChainModel):
     ) -> DenoisingChain:
         latents = torch.cat([self.initial_latent(latent), latent], -2)
         return DenoisingChain(latents, loc, scale)
+
+    def step_kernels(
+        self, observation: torch.Tensor, *, step_sizes: torch.Tensor | None = None
+    ) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+        """See :meth:`ChainModel.step_kernels`; the kernel depends on no latent and no step size."""
+        loc, scale = (part.squeeze(-2) for part in self.kernel(observation))
+        return lambda latent, n: (loc, scale)
 
     # -- scoring -----------------------------------------------------------------
 
