@@ -216,8 +216,9 @@ def train(config: TrainConfig) -> Path:
             collected = time.perf_counter()
 
             # Targets of the whole rollout, then minibatches of single transitions.
-            loss.update_old_policy()
+            # Before the old policy is updated, since the targets are those of the policy that acted.
             loss.value_estimator(data)
+            loss.update_old_policy()
             buffer.empty()
             buffer.extend(data.select(*loss.minibatch_keys).reshape(-1))
 

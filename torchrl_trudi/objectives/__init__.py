@@ -1,11 +1,16 @@
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
-from torchrl_trudi.objectives.trajectory_kl import PathKL, TrajectoryKLProjection
+from torchrl_trudi.objectives.trajectory_kl import (
+    PathKL,
+    ProjectedPathKL,
+    TrajectoryKLProjection,
+)
 from torchrl_trudi.objectives.trudi import TruDiLoss
 from torchrl_trudi.objectives.trudi_ppo import TruDiPPOLoss
 from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
 __all__ = [
     "PathKL",
+    "ProjectedPathKL",
     "SOFT_TD_LAMBDA",
     "SoftTDLambdaEstimator",
     "TrajectoryKLProjection",

@@ -14,12 +14,14 @@ from torchrl.objectives.utils import _reduce
 
 from torchrl_trudi.modules.chain_model import select_steps
 from torchrl_trudi.modules.distributions.gaussian import KLName, gaussian_kl
+from torchrl_trudi.modules.distributions.projection import ShareName, project_path
+from torchrl_trudi.modules.projected_model import KernelPair, ProjectedModel
 from torchrl_trudi.modules.tensordict_module import ChainActor
 
-__all__ = ["PathKL", "TrajectoryKLProjection"]
+__all__ = ["PathKL", "ProjectedPathKL", "TrajectoryKLProjection"]
 
-Mode = Literal["switch", "penalty", "lagrangian", "none"]
-MODES = ("switch", "penalty", "lagrangian", "none")
+Mode = Literal["switch", "penalty", "lagrangian", "projection", "none"]
+MODES = ("switch", "penalty", "lagrangian", "projection", "none")
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -47,6 +49,36 @@ class PathKL(NamedTuple):
         return self.per_step.sum(-1)
 
 
+class ProjectedPathKL(NamedTuple):
+    """Path KL of a batch of states in ``mode="projection"``.
+
+    "Old" is the policy that acted; the "center" is the one around which the kernels are projected:
+    the anchor of a :class:`~torchrl_trudi.modules.ProjectedModel`, else the old policy itself.
+
+    Fields:
+        per_step (torch.Tensor): KL(old || projected) of each step, ``[*B, N]``.
+        per_step_full (torch.Tensor): the full divergence of each step, detached, ``[*B, N]``.
+        center (torch.Tensor): KL(center || projected) of each step, at most its share of the bound,
+            detached, ``[*B, N]``.
+        unprojected (torch.Tensor): KL(center || network) of each step, detached, ``[*B, N]``.
+        gap (torch.Tensor): KL(old || center) of each step, detached, ``[*B, N]``.
+        regression (torch.Tensor): the term that pulls the network to the projection, weighted by its
+            coefficient, ``[*B]``.
+    """
+
+    per_step: torch.Tensor
+    per_step_full: torch.Tensor
+    center: torch.Tensor
+    unprojected: torch.Tensor
+    gap: torch.Tensor
+    regression: torch.Tensor
+
+    @property
+    def kl(self) -> torch.Tensor:
+        """Path KL per state, ``[*B]``."""
+        return self.per_step.sum(-1)
+
+
 class TrajectoryKLProjection(LossModule):
     r"""Trust region that holds a diffusion policy to the old one at every denoising step (arXiv 2606.15260).
 
@@ -66,7 +98,25 @@ class TrajectoryKLProjection(LossModule):
       the published gate: each state carries gradient through one branch.
     - ``"lagrangian"``: :math:`J = \mathrm{mean}_s [o(s) + \beta\, \mathrm{kl}(s)]`, learned :math:`\beta`.
     - ``"penalty"``: the same with :math:`\beta` fixed at ``init_multiplier``.
+    - ``"projection"``: :math:`J = \mathrm{mean}_s [o(s) + c\, r(s)]`. Every kernel is moved in closed form onto its
+      share of the bound (:func:`~torchrl_trudi.modules.project_path`; trust-region projection layers,
+      arXiv 2101.09207), so that the objective needs no gate, and :math:`r(s) = \sum_n \mathrm{KL}(\mathrm{sg}(projected_n) \| network_n)`
+      pulls the network, which is free to leave the bound, to the projection. See below.
     - ``"none"``: :math:`J = \mathrm{mean}_s\, o(s)`; the KL is only reported.
+
+    **Projection.** What is projected, and around what, depends on the actor:
+
+    - Its model is a :class:`~torchrl_trudi.modules.ProjectedModel`: it acts and is scored with projected
+      kernels, around the anchor, and the path KL from the anchor is within the bound at every
+      state. The bound holds against the policy that acted up to ``anchor_gap``, see there.
+      :class:`~torchrl_trudi.objectives.TruDiLoss`, which samples fresh chains, needs this one. Its
+      steps have equal shares, since it acts before it knows the later ones.
+    - Any other model: the kernels of the loss are projected around the recorded ones, and the
+      path KL from the policy that acted is within the bound on the recorded chain, exactly. It is
+      for surrogate objectives, which read the recorded chain alone. The network itself acts,
+      without the projection, within the bound as far as the regression has pulled it there.
+
+    :meth:`projected_kernels` scores the recorded chain in both cases.
 
     :math:`\beta` is kept in log space and moved by
     :math:`J_\beta = -\beta\, \mathrm{sg}(\mathrm{mean}_s (\mathrm{kl}(s) - \epsilon))`.
@@ -83,8 +133,8 @@ class TrajectoryKLProjection(LossModule):
         actor_network (ChainActor): the policy.
 
     Keyword Args:
-        mode (str, optional): ``"switch"``, ``"penalty"``, ``"lagrangian"`` or ``"none"``.
-            Defaults to ``"switch"``.
+        mode (str, optional): ``"switch"``, ``"penalty"``, ``"lagrangian"``, ``"projection"`` or
+            ``"none"``. Defaults to ``"switch"``.
         kl (str, optional): ``"simplified"`` (published) or ``"full"``, see
             :func:`~torchrl_trudi.modules.gaussian_kl`. Defaults to ``None``, the policy's own:
             ``"simplified"`` for a diffusion policy, ``"full"`` for a Gaussian.
@@ -106,12 +156,20 @@ class TrajectoryKLProjection(LossModule):
         reduction (str, optional): ``"mean"`` or ``"sum"`` over the states, or ``"none"``: both losses of
             ``forward`` per state, ``[*B]``. Inside of another loss, that loss's counts.
             The diagnostics are means always. Defaults to ``"mean"``.
+        share (str, optional): with ``"projection"``, the share of the bound that each step gets:
+            ``"uniform"``, ``eps / N``, or ``"proportional"``, in proportion to its KL before the
+            projection, see :func:`~torchrl_trudi.modules.project_path`. Defaults to ``"uniform"``.
+        regression_coeff (float, optional): with ``"projection"``, the coefficient :math:`c`.
+            Defaults to ``1.0``.
 
     Raises:
         ValueError: an unknown choice, ``eps <= 0``, ``init_multiplier <= 0``, ``num_paths < 1``,
             several paths without ``"target"`` or with ``"reverse"``, or ``"reverse"`` without
             ``"target"``: it needs the old network on a path of the new policy, and a batch has only
-            a path of the old one.
+            a path of the old one; ``"projection"`` with ``"target"``: it needs the kernels that acted;
+            ``"proportional"`` in another mode, with ``bound="step"`` or with an actor that acts
+            projected; such an actor in another mode, or with another ``eps`` or ``kl`` than its own;
+            ``regression_coeff < 0``.
         KeyError: ``forward`` without the recorded entries.
 
     Examples:
@@ -166,6 +224,8 @@ class TrajectoryKLProjection(LossModule):
         old_policy: Literal["recorded", "replayed", "target"] = "recorded",
         num_paths: int = 1,
         reduction: Reduction = "mean",
+        share: ShareName = "uniform",
+        regression_coeff: float = 1.0,
     ) -> None:
         if kl is None:
             kl = actor_network.module.default_kl
@@ -176,6 +236,7 @@ class TrajectoryKLProjection(LossModule):
             ("bound", bound, ("path", "step")),
             ("old_policy", old_policy, ("recorded", "replayed", "target")),
             ("reduction", reduction, REDUCTIONS),
+            ("share", share, ("uniform", "proportional")),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
@@ -197,6 +258,9 @@ class TrajectoryKLProjection(LossModule):
                 "direction='reverse' evaluates the old network on a path of the new policy, which "
                 "needs old_policy='target'."
             )
+        self._check_projection(actor_network, mode, kl, bound, eps, old_policy, share)
+        if not regression_coeff >= 0:
+            raise ValueError(f"regression_coeff must not be negative, got {regression_coeff}.")
         super().__init__()
         self._in_keys: list[NestedKey] | None = None
         self._out_keys: list[NestedKey] | None = None
@@ -208,6 +272,9 @@ class TrajectoryKLProjection(LossModule):
         self.mode, self.kl_type, self.direction = mode, kl, direction
         self.bound, self.old_policy, self.num_paths = bound, old_policy, num_paths
         self.reduction = reduction
+        self.share: ShareName = share
+        if mode == "projection":
+            self.metric_keys = (*self.metric_keys, *self.projection_metric_keys)
         self.num_steps = actor_network.num_steps
         reference = next(actor_network.parameters())
         size = 1 if bound == "path" else self.num_steps
@@ -220,8 +287,48 @@ class TrajectoryKLProjection(LossModule):
         self._learns_multiplier = isinstance(self.log_multiplier, nn.Parameter)
         # Settings, not state: a checkpoint must not bring back those it was made with.
         self.register_buffer("eps", reference.new_tensor(eps), persistent=False)
+        self.register_buffer(
+            "regression_coeff", reference.new_tensor(float(regression_coeff)), persistent=False
+        )
         keys = actor_network.tensor_keys
         self.set_keys(chain=keys.chain, loc=keys.loc, scale=keys.scale, noise=keys.noise)
+
+    @staticmethod
+    def _check_projection(
+        actor: ChainActor, mode: str, kl: str, bound: str, eps: float, old_policy: str, share: str
+    ) -> None:
+        """What does not go together in or outside of ``mode="projection"``."""
+        model = actor.module
+        acts_projected = isinstance(model, ProjectedModel)
+        if mode == "projection" and old_policy == "target":
+            raise ValueError(
+                "mode='projection' needs the kernels of the policy that acted: old_policy='recorded' "
+                "or 'replayed', not 'target'."
+            )
+        if mode != "projection" and acts_projected:
+            raise ValueError(
+                f"The actor's model is a ProjectedModel, which needs mode='projection', got {mode!r}."
+            )
+        if share == "proportional":
+            if mode != "projection":
+                raise ValueError(f"share='proportional' needs mode='projection', got {mode!r}.")
+            if bound == "step":
+                raise ValueError(
+                    "bound='step' gives every step eps / N; share='proportional' needs bound='path'."
+                )
+            if acts_projected:
+                raise ValueError(
+                    "share='proportional' needs the KL of all steps of a chain, which an actor that "
+                    "acts projected (ProjectedModel) does not know before the chain is made; use "
+                    "share='uniform'."
+                )
+        if isinstance(model, ProjectedModel):
+            own = (model.eps.item(), model.kl_type)
+            if (model.eps.new_tensor(eps).item(), kl) != own:
+                raise ValueError(
+                    f"The trust region has eps={eps:g} and kl={kl!r}, the ProjectedModel of its actor "
+                    f"eps={own[0]:g} and kl={own[1]!r}: they must be the same."
+                )
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
         # No value estimator here.
@@ -254,7 +361,15 @@ class TrajectoryKLProjection(LossModule):
     def out_keys(self, values) -> None:
         self._out_keys = values
 
-    metric_keys = ("kl", "kl_full", "kl_per_step", "kl_max", "gate_fraction", "kl_multiplier")
+    metric_keys: tuple[str, ...] = (
+        "kl",
+        "kl_full",
+        "kl_per_step",
+        "kl_max",
+        "gate_fraction",
+        "kl_multiplier",
+    )
+    projection_metric_keys = ("kl_projected_max", "kl_unprojected", "anchor_gap", "regression")
 
     # -- the divergence ------------------------------------------------------------
 
@@ -263,7 +378,9 @@ class TrajectoryKLProjection(LossModule):
         """The multiplier ``beta``, ``[1]`` or ``[N]``."""
         return self.log_multiplier.exp()
 
-    def path_kl(self, tensordict: TensorDictBase, noise: torch.Tensor | None = None) -> PathKL:
+    def path_kl(
+        self, tensordict: TensorDictBase, noise: torch.Tensor | None = None
+    ) -> PathKL | ProjectedPathKL:
         """Path KL between the old and the current policy at each state.
 
         Args:
@@ -274,8 +391,10 @@ class TrajectoryKLProjection(LossModule):
                 direction. Drawn if not given.
 
         Returns:
-            PathKL: the divergence of every step.
+            PathKL: the divergence of every step; a :class:`ProjectedPathKL` in ``"projection"`` mode.
         """
+        if self.mode == "projection":
+            return self.projected_kernels(tensordict)[2]
         if self.old_policy != "target":
             return self._recorded_kl(self.replay(tensordict))
         if self.direction == "forward":
@@ -360,6 +479,97 @@ class TrajectoryKLProjection(LossModule):
         """
         _, loc_old, scale_old = self._recorded(tensordict)
         return self._compare(loc_old, scale_old, loc, scale)
+
+    # -- the projection ------------------------------------------------------------
+
+    def project(
+        self,
+        loc_old: torch.Tensor,
+        scale_old: torch.Tensor,
+        loc: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kernels of all steps of a chain, moved inside the bound around old ones.
+
+        Args:
+            loc_old (torch.Tensor): old means, ``[*B, N, A]``.
+            scale_old (torch.Tensor): old standard deviations, broadcastable.
+            loc (torch.Tensor): the network's means, ``[*B, N, A]``.
+            scale (torch.Tensor): the network's standard deviations, broadcastable.
+
+        Returns:
+            tuple of torch.Tensor: means and scales, see :func:`~torchrl_trudi.modules.project_path`.
+        """
+        return project_path(
+            loc_old, scale_old, loc, scale, self.eps, kind=self.kl_type, share=self.share
+        )
+
+    def regression(
+        self,
+        loc_projected: torch.Tensor,
+        scale_projected: torch.Tensor,
+        loc: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        """The coefficient times ``KL(sg(projected) || network)``, which the network is to minimise.
+
+        Args:
+            loc_projected (torch.Tensor): projected means, ``[*B, N, A]``; no gradient reaches them.
+            scale_projected (torch.Tensor): projected standard deviations, likewise.
+            loc (torch.Tensor): the network's means, ``[*B, N, A]``.
+            scale (torch.Tensor): the network's standard deviations, broadcastable.
+
+        Returns:
+            torch.Tensor: ``[*B]``; 0 where the projection has left the kernels as they were.
+        """
+        goal = loc_projected.detach(), scale_projected.detach()
+        return self.regression_coeff * gaussian_kl(*goal, loc, scale, self.kl_type).sum(-1)
+
+    def projected_kernels(
+        self, tensordict: TensorDictBase
+    ) -> tuple[torch.Tensor, torch.Tensor, ProjectedPathKL]:
+        """Score the recorded chain with projected kernels: all that a surrogate objective needs.
+
+        One call of the network on all steps; a second one, of the anchor, if the actor acts projected.
+
+        Args:
+            tensordict (TensorDictBase): states ``[*B]`` with the recorded chain.
+
+        Returns:
+            tuple: means ``[*B, N, A]`` and scales, differentiable, for the likelihood of the chain,
+            and the divergences, for :meth:`combine` and :meth:`metrics`.
+
+        Raises:
+            ValueError: another ``mode``.
+            KeyError: nothing recorded.
+        """
+        if self.mode != "projection":
+            raise ValueError(f"This needs mode='projection', got {self.mode!r}.")
+        tensordict = self.replay(tensordict)
+        latents, loc_old, scale_old = self._recorded(tensordict)
+        with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
+            model = self.actor_network.module
+            observation = self.actor_network.observation(tensordict)
+            if isinstance(model, ProjectedModel):
+                pair = model.pairs_along(observation, latents)()
+            else:
+                pair = KernelPair(loc_old, scale_old, *model.score(observation, latents))
+        (center_loc, center_scale), network = pair[:2], pair[2:]
+        loc, scale = self.project(center_loc, center_scale, *network)
+        moved = self._compare(loc_old, scale_old, loc, scale)
+        with torch.no_grad():
+            center = gaussian_kl(center_loc, center_scale, loc, scale, self.kl_type)
+            unprojected = gaussian_kl(center_loc, center_scale, *network, self.kl_type)
+            gap = gaussian_kl(loc_old, scale_old, center_loc, center_scale, self.kl_type)
+        kl = ProjectedPathKL(
+            moved.per_step,
+            moved.per_step_full,
+            center=center,
+            unprojected=unprojected,
+            gap=gap,
+            regression=self.regression(loc, scale, *network),
+        )
+        return loc, scale, kl
 
     def sampled_penalty(self, tensordict: TensorDictBase, steps: torch.Tensor) -> torch.Tensor:
         """An estimate of :meth:`penalty` from some steps of the recorded chain.
@@ -487,20 +697,27 @@ class TrajectoryKLProjection(LossModule):
 
     # -- the losses ------------------------------------------------------------------
 
-    def inside(self, kl: PathKL) -> torch.Tensor:
-        """Whether each state is strictly inside its bound, boolean ``[*B]``."""
+    def inside(self, kl: PathKL | ProjectedPathKL) -> torch.Tensor:
+        """Whether each state is strictly inside its bound, boolean ``[*B]``.
+
+        In ``"projection"`` mode: whether its kernels are so without the projection.
+        """
+        if isinstance(kl, ProjectedPathKL):
+            if self.share == "uniform":
+                return (kl.unprojected < self.eps / self.num_steps).all(-1)
+            return kl.unprojected.sum(-1) < self.eps
         if self.bound == "path":
             return kl.kl < self.eps
         return (kl.per_step < self.eps / self.num_steps).all(-1)
 
-    def penalty(self, kl: PathKL) -> torch.Tensor:
+    def penalty(self, kl: PathKL | ProjectedPathKL) -> torch.Tensor:
         """The KL weighted by the detached multiplier, ``[*B]``."""
         multiplier = self.multiplier.detach()
         if self.bound == "path":
             return multiplier * kl.kl
         return (multiplier * kl.per_step).sum(-1)
 
-    def combine(self, objective: torch.Tensor, kl: PathKL) -> torch.Tensor:
+    def combine(self, objective: torch.Tensor, kl: PathKL | ProjectedPathKL) -> torch.Tensor:
         """Join a per-state objective and the trust region.
 
         Args:
@@ -512,11 +729,15 @@ class TrajectoryKLProjection(LossModule):
         """
         if self.mode == "switch":
             return torch.where(self.inside(kl), objective, self.penalty(kl))
+        if isinstance(kl, ProjectedPathKL):
+            return objective + kl.regression
         if self.mode == "none":
             return objective
         return objective + self.penalty(kl)
 
-    def multiplier_loss(self, kl: PathKL, reduction: Reduction | None = None) -> torch.Tensor:
+    def multiplier_loss(
+        self, kl: PathKL | ProjectedPathKL, reduction: Reduction | None = None
+    ) -> torch.Tensor:
         """The dual loss ``J_beta``; zero where the multiplier is fixed.
 
         Args:
@@ -535,8 +756,22 @@ class TrajectoryKLProjection(LossModule):
             loss = -(self.multiplier * (per_step - self.eps / self.num_steps)).sum(-1)
         return _reduce(loss, self.reduction if reduction is None else reduction)
 
-    def metrics(self, kl: PathKL) -> dict[str, torch.Tensor]:
-        """Detached diagnostics: scalars, and ``kl_per_step`` ``[N]``."""
+    def metrics(self, kl: PathKL | ProjectedPathKL) -> dict[str, torch.Tensor]:
+        """Detached diagnostics: scalars, and ``kl_per_step`` ``[N]``.
+
+        In ``"projection"`` mode, with the center that :class:`ProjectedPathKL` speaks of, also
+        ``kl_projected_max``, KL(center || projected), the largest of the batch, which is at most ``eps``;
+        ``kl_unprojected``, KL(center || network); ``anchor_gap``, KL(old || center), 0 unless the actor acts
+        projected; and the mean ``regression`` term.
+        """
+        projection: dict[str, torch.Tensor] = {}
+        if isinstance(kl, ProjectedPathKL):
+            projection = {
+                "kl_projected_max": kl.center.sum(-1).max(),
+                "kl_unprojected": kl.unprojected.sum(-1).mean(),
+                "anchor_gap": kl.gap.sum(-1).mean(),
+                "regression": kl.regression.detach().mean(),
+            }
         with torch.no_grad():
             per_state = kl.kl.detach()
             per_step = kl.per_step.detach().reshape(-1, self.num_steps).mean(0)
@@ -547,6 +782,7 @@ class TrajectoryKLProjection(LossModule):
                 "kl_max": per_state.max(),
                 "gate_fraction": self.inside(kl).to(per_state.dtype).mean(),
                 "kl_multiplier": self.multiplier.mean(),
+                **projection,
             }
 
     @dispatch
@@ -584,7 +820,16 @@ class TrajectoryKLProjection(LossModule):
         """Copy the current policy, buffers included, into the old one.
 
         Call it once per iteration, before the first update. With ``old_policy="recorded"`` the old
-        policy is in the batch and there is nothing to copy.
+        policy is in the batch and there is nothing to copy. It moves the anchor of an actor that
+        acts projected, too (:meth:`ProjectedModel.update_anchor`): the actor acts by its network
+        right after.
         """
         if self.old_policy != "recorded":
+            # With the anchor of then: together they are the policy that acted.
             self.target_actor_network_params.data.update_(self.actor_network_params.data)
+        model = self.actor_network.module
+        if isinstance(model, ProjectedModel):
+            with self.actor_network_params.to_module(
+                self.actor_network, preserve_module_state=False
+            ):
+                model.update_anchor()

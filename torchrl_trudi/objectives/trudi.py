@@ -25,11 +25,13 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_trudi.modules.chain_model import ChainModel, select_steps
 from torchrl_trudi.modules.denoising import DenoisingModel
 from torchrl_trudi.modules.distributions import gaussian_log_prob
+from torchrl_trudi.modules.projected_model import ProjectedModel
 from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives._parameters import ActorCriticParameters
 from torchrl_trudi.objectives.trajectory_kl import (
     REDUCTIONS,
     PathKL,
+    ProjectedPathKL,
     Reduction,
     TrajectoryKLProjection,
     check_not_empty,
@@ -106,8 +108,10 @@ class TruDiLoss(ActorCriticParameters, LossModule):
 
     Raises:
         ValueError: ``init_temperature <= 0``, ``aux_coeff < 0``, ``entropy_fraction`` outside
-            ``(0, 1]``, or below 1 with ``reduction="none"``; an unknown ``reduction``; a trust region on another actor; a
-            critic that does not read the action; ``"adjoint"`` with a policy that has no control.
+            ``(0, 1]``, or below 1 with ``reduction="none"``; an unknown ``reduction``; a trust region on
+            another actor, or in ``"projection"`` mode on one that does not act projected
+            (:class:`~torchrl_trudi.modules.ProjectedModel`); a critic that does not read the action;
+            ``"adjoint"`` with a policy that has no control.
         KeyError: missing entries in the batch.
 
     Examples:
@@ -204,6 +208,13 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             trajectory_kl = TrajectoryKLProjection(actor_network)
         elif trajectory_kl.actor_network is not actor_network:
             raise ValueError("trajectory_kl must be built on the same actor_network.")
+        if trajectory_kl.mode == "projection" and not isinstance(
+            actor_network.module, ProjectedModel
+        ):
+            raise ValueError(
+                "mode='projection' here needs an actor that acts projected, since this loss samples "
+                "fresh chains: ChainActor(ProjectedModel(actor.module), ...)."
+            )
         if actor_network.action_key not in critic_network.in_keys:
             raise ValueError(
                 f"The critic must be a Q function: the action {actor_network.action_key!r} is not "
@@ -392,6 +403,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             ValueError: an empty batch.
         """
         check_not_empty(tensordict)
+        kl: PathKL | ProjectedPathKL
         if self._splits_by_gate() and not self._is_vmapped(tensordict):
             loss_actor, running, saturation, kl = self._gated_actor_parts(tensordict, noise)
         else:
@@ -538,7 +550,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         tensordict: TensorDictBase,
         noise: torch.Tensor | None,
         kl_noise: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL | ProjectedPathKL]:
         """Both branches for every state: loss and ``running`` per state, mean of the saturation, KL."""
         objective, running, action = self._objective(tensordict, noise)
         kl = self.trajectory_kl.path_kl(tensordict, kl_noise)

@@ -19,6 +19,7 @@ from torchrl_trudi.modules import (
     GaussianNetwork,
     HLGaussCritic,
     HLGaussValueOperator,
+    ProjectedModel,
     ScoreNetwork,
     StepSizes,
 )
@@ -120,9 +121,9 @@ def build_actor(
     }
     if policy.kind == "gaussian":
         network = GaussianNetwork(action_dim, obs_dim, init_scale=policy.init_scale, **sizes)
-        return GaussianActor(action_dim, network=network, **front)
+        return _projected(config, GaussianActor(action_dim, network=network, **front))
 
-    return DiffusionActor(
+    actor = DiffusionActor(
         action_dim,
         score_network=ScoreNetwork(action_dim, obs_dim, **sizes),
         num_steps=policy.num_steps,
@@ -141,6 +142,17 @@ def build_actor(
         ),
         **front,
     )
+    return _projected(config, actor)
+
+
+def _projected(config: TrainConfig, actor: ChainActor) -> ChainActor:
+    """The policy as it is, or in projection mode one that acts with projected kernels."""
+    region = config.trust_region
+    if region.mode != "projection":
+        return actor
+    model = ProjectedModel(actor.module, region.eps, kl=region.kl)
+    record: dict[str, Any] = dict(_record(config))
+    return ChainActor(model, spec=actor.spec, **record)
 
 
 def _record(config: TrainConfig) -> dict[str, Any]:
@@ -224,6 +236,8 @@ def build_loss(
         init_multiplier=region.init_multiplier,
         old_policy=region.old_policy,
         num_paths=region.num_paths,
+        share=region.share,
+        regression_coeff=region.regression_coeff,
     )
     if objective.kind == "surrogate":
         surrogate = TruDiPPOLoss(

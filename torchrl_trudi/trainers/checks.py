@@ -140,6 +140,7 @@ def contradictions(config: TrainConfig) -> list[str]:
             f"critic.vmin: got {critic.vmin}, accepted: less than critic.vmax={critic.vmax}"
         )
     problems += _options_of_the_update(config)
+    problems += _options_of_the_projection(config)
     recorded = trust_region.old_policy
     if collector.chain_dtype != "float32" and recorded != "recorded":
         problems.append(
@@ -223,6 +224,37 @@ def _options_of_the_update(config: TrainConfig) -> list[str]:
                 "optim.autocast: got True, accepted: False with policy.kind=gaussian, whose KL "
                 "would be that of the rounding"
             )
+    return problems
+
+
+def _options_of_the_projection(config: TrainConfig) -> list[str]:
+    """What a projected policy cannot do, and what no other would look at."""
+    region, problems = config.trust_region, []
+    if region.mode != "projection":
+        for name, default in (("share", "uniform"), ("regression_coeff", 1.0)):
+            value = getattr(region, name)
+            if value != default:
+                problems.append(
+                    f"trust_region.{name}: got {value!r}, accepted: the default "
+                    f"{format_value(default)} with trust_region.mode={region.mode}; other values with "
+                    "trust_region.mode=projection"
+                )
+        return problems
+    if region.share == "proportional":
+        problems.append(
+            "trust_region.share: got 'proportional', accepted: 'uniform' with this objective, whose "
+            "policy acts projected and does not know the later steps of a chain that it is making"
+        )
+    if region.old_policy == "target":
+        problems.append(
+            "trust_region.old_policy: got 'target', accepted: 'recorded' or 'replayed' with "
+            "trust_region.mode=projection, which needs the kernels that acted"
+        )
+    if config.objective.actor_gradient == "adjoint":
+        problems.append(
+            "objective.actor_gradient: got 'adjoint', accepted: 'pathwise' with "
+            "trust_region.mode=projection, whose means are no linear function of the control"
+        )
     return problems
 
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     PolicyKind = Literal["diffusion", "gaussian"]
     LearnStepSizes = Literal["none", "shared", "per_step"]
     FrictionName = Literal["per_dim", "scalar"]
-    ModeName = Literal["switch", "penalty", "lagrangian", "none"]
+    ModeName = Literal["switch", "penalty", "lagrangian", "projection", "none"]
+    ShareName = Literal["uniform", "proportional"]
     KLName = Literal["simplified", "full"]
     DirectionName = Literal["forward", "reverse"]
     OldPolicyName = Literal["recorded", "replayed", "target"]
@@ -47,6 +48,7 @@ else:
     ChainDtypeName = VectorizationName = PolicyKind = LearnStepSizes = str
     ObjectiveKind = CriticKind = EntropyName = RatioName = LrScheduleName = str
     FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
+    ShareName = str
 
 __all__ = [
     "CHOICES",
@@ -209,8 +211,9 @@ class TrustRegionConfig:
         "switch",
         "How the bound acts. switch: a state inside the bound optimises the objective, one outside "
         "it the KL. penalty, lagrangian: every state optimises the objective plus the KL times a "
-        "multiplier. none: the KL is only logged.",
-        choices=("switch", "penalty", "lagrangian", "none"),
+        "multiplier. projection: the policy acts with its kernels moved inside the bound, around a "
+        "copy of its network as the last iteration left it. none: the KL is only logged.",
+        choices=("switch", "penalty", "lagrangian", "projection", "none"),
     )
     kl: KLName | None = option(
         None,
@@ -248,6 +251,18 @@ class TrustRegionConfig:
         "path",
         "Bound the KL of the whole path, or that of each denoising step by its share of eps.",
         choices=("path", "step"),
+    )
+    share: ShareName = option(
+        "uniform",
+        "In projection mode, what part of eps each denoising step gets: the same (uniform), or in "
+        "proportion to its KL before the projection, which an objective can do that reads recorded "
+        "chains alone, and a policy that acts projected cannot.",
+        choices=("uniform", "proportional"),
+    )
+    regression_coeff: float = option(
+        1.0,
+        "In projection mode, weight of the term that pulls the network to its projection.",
+        ge=0,
     )
 
 
