@@ -384,6 +384,29 @@ class TestExample:
         assert example.train(tiny(policy=policy, **longer)) == run
         assert frames(run) == [32, 64, 96, 128]
 
+    @pytest.mark.parametrize("kind", ["diffusion", "gaussian"])
+    def test_projection_mode(self, example, tmp_path, kind):
+        """It trains, stays within its bound, and resumes; a run in another mode is another run."""
+        target = str(tmp_path / "run")
+        settings = {
+            "policy": {"kind": kind, "num_steps": 8 if kind == "gaussian" else 3},
+            "trust_region": {"mode": "projection", "eps": 1e-5},
+            "optim": {"num_minibatches": 2, "num_epochs": 4, "lr": 3e-3},
+        }
+        run = example.train(tiny(logger={"dir": target}, **settings))
+        longer = {"collector": {"total_frames": 128}, "resume": target, "logger": {"dir": target}}
+        assert example.train(tiny(**settings, **longer)) == run
+        scalars = read_scalars(run)
+        assert frames(run) == [32, 64, 96, 128]
+        assert (scalars["train/kl_projected_max"][1] <= 1e-5 + 1e-6).all()
+        assert scalars["train/kl_unprojected"][1].max() > 1e-5
+        assert scalars["train/regression"][1].max() > 0 and scalars["train/anchor_gap"][1].max() > 0
+        assert np.isfinite(scalars["eval/return_deterministic"][1]).all()
+        settings["trust_region"] = {"mode": "switch", "eps": 1e-5}
+        longer["collector"] = {"total_frames": 256}
+        with pytest.raises(ConfigError, match="trust_region.mode: projection -> switch"):
+            example.train(tiny(**settings, **longer))
+
     def test_resume_takes_the_run_s_own_settings(self, tmp_path):
         config = tiny(seed=3, logger={"dir": str(tmp_path / "run")})
         run = make_run_dir(tmp_path / "run", config)

@@ -118,7 +118,9 @@ class TestBound:
         ):
             torch.testing.assert_close(ours.latents, theirs.latents)
             torch.testing.assert_close(ours.loc, theirs.loc)
-            torch.testing.assert_close(ours.scale.expand_as(ours.loc), theirs.scale.expand_as(ours.loc))
+            torch.testing.assert_close(
+                ours.scale.expand_as(ours.loc), theirs.scale.expand_as(ours.loc)
+            )
             for a, b in zip(
                 model.log_prob(observation, ours),
                 model.model.log_prob(observation, theirs),

@@ -6,7 +6,15 @@ import pytest
 from torch import nn
 from torchrl.objectives.value import GAE
 
-from torchrl_trudi.modules import DiffusionActor, GaussianActor, HLGaussValueOperator
+from torchrl_trudi.modules import (
+    ChainActor,
+    DenoisingModel,
+    DiffusionActor,
+    GaussianActor,
+    GaussianModel,
+    HLGaussValueOperator,
+    ProjectedModel,
+)
 from torchrl_trudi.objectives import TruDiPPOLoss
 from torchrl_trudi.trainers import validate
 from torchrl_trudi.trainers.builders import (
@@ -127,3 +135,26 @@ def test_lr_schedule():
         schedule.step(0.09)
     assert policy["lr"] == 2e-3
     assert build_lr_schedule(validate({"device": "cpu"}), update) is None
+
+
+@pytest.mark.parametrize(
+    "kind, model, kl",
+    [("diffusion", DenoisingModel, "simplified"), ("gaussian", GaussianModel, "full")],
+)
+@pytest.mark.parametrize("old_policy", ["recorded", "replayed"])
+def test_projection_mode(kind, model, kl, old_policy):
+    """The policy acts projected, in the box of the task, with the bound of the trust region."""
+    settings = {"mode": "projection", "eps": 0.2, "regression_coeff": 3.0, "old_policy": old_policy}
+    actor, loss = build({"kind": kind}, trust_region=settings)
+    assert type(actor) is ChainActor and isinstance(actor.module, ProjectedModel)
+    assert isinstance(actor.module.model, model) and isinstance(actor.module.anchor, model)
+    region = loss.trajectory_kl
+    assert (region.mode, region.share, region.regression_coeff.item()) == (
+        "projection",
+        "uniform",
+        3,
+    )
+    assert (region.eps.item(), actor.module.eps.item()) == pytest.approx((0.2, 0.2))
+    assert region.kl_type == actor.module.kl_type == kl
+    assert actor.return_noise == (old_policy == "replayed")
+    assert actor.return_dist_params == (old_policy == "recorded")

@@ -189,3 +189,36 @@ def test_adjoint_steps(gradient, steps):
     (line,) = refused({"objective": objective})
     assert line.startswith(f"objective.num_adjoint_steps: got {steps}, accepted: ")
     validate({"objective": {"actor_gradient": "adjoint", "num_adjoint_steps": 8}})
+
+
+@pytest.mark.parametrize(
+    "section, name, value",
+    [
+        ("trust_region", "share", "proportional"),
+        ("trust_region", "old_policy", "target"),
+        ("objective", "actor_gradient", "adjoint"),
+        ("objective", "entropy_fraction", 0.5),
+    ],
+)
+def test_what_a_projected_policy_cannot_do(section, name, value):
+    config = {"trust_region": {"mode": "projection"}}
+    validate(config)
+    config.setdefault(section, {})[name] = value
+    (line,) = refused(config)
+    assert line.startswith(f"{section}.{name}: got {value!r}, accepted: ")
+
+
+@pytest.mark.parametrize("name, value", [("share", "proportional"), ("regression_coeff", 0.5)])
+def test_what_is_read_in_projection_mode_alone(name, value):
+    (line,) = refused({"trust_region": {name: value}})
+    assert line.startswith(f"trust_region.{name}: got {value!r}, accepted: the default ")
+    assert "trust_region.mode=switch" in line and line.endswith("trust_region.mode=projection")
+
+
+def test_projection_mode_takes_the_rest():
+    region = {"mode": "projection", "regression_coeff": 3.0, "eps": 0.2, "kl": "full"}
+    for kind in ("diffusion", "gaussian"):
+        for old_policy in ("recorded", "replayed"):
+            validate(
+                {"policy": {"kind": kind}, "trust_region": {**region, "old_policy": old_policy}}
+            )
