@@ -25,7 +25,12 @@ from objectives._parts import (
 )
 
 from torchrl_trudi.modules import ChainActor, DenoisingPath, ProjectedModel, gaussian_kl
-from torchrl_trudi.objectives import ProjectedPathKL, TrajectoryKLProjection, TruDiLoss
+from torchrl_trudi.objectives import (
+    ProjectedPathKL,
+    TrajectoryKLProjection,
+    TruDiLoss,
+    TruDiPPOLoss,
+)
 
 EPS = 0.06
 POLICIES = {"diffusion": make_actor, "gaussian": make_gaussian}
@@ -376,6 +381,12 @@ class TestTruDiLoss:
                 trajectory_kl=region(projected),
                 actor_gradient="adjoint",
             )
+
+
+def test_the_surrogate_loss_refuses_it():
+    actor = make_actor()
+    with pytest.raises(ValueError, match="not supported by this loss"):
+        TruDiPPOLoss(actor, trajectory_kl=region(actor))
 
 
 class TestConstruction:

@@ -215,6 +215,12 @@ def test_what_is_read_in_projection_mode_alone(name, value):
     assert "trust_region.mode=switch" in line and line.endswith("trust_region.mode=projection")
 
 
+def test_projection_mode_needs_the_pathwise_objective():
+    config = {"trust_region": {"mode": "projection"}, "objective": {"kind": "surrogate"}}
+    (line,) = refused(config)
+    assert line.startswith("trust_region.mode: got 'projection', accepted: another with ")
+
+
 def test_projection_mode_takes_the_rest():
     region = {"mode": "projection", "regression_coeff": 3.0, "eps": 0.2, "kl": "full"}
     for kind in ("diffusion", "gaussian"):

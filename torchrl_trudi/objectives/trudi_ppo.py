@@ -152,6 +152,11 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
                 "The ratio is taken on the recorded chain, and so is the KL: the trust region needs "
                 f"old_policy='recorded', got {trajectory_kl.old_policy!r}."
             )
+        if trajectory_kl.mode == "projection":
+            raise ValueError(
+                "mode='projection' is not supported by this loss: its ratio is that of the network's "
+                "kernels, not of projected ones."
+            )
         if entropy not in ("path", "surrogate"):
             raise ValueError(f"entropy must be 'path' or 'surrogate', got {entropy!r}.")
         if not kwargs.get("functional", True):

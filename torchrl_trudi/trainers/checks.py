@@ -240,6 +240,12 @@ def _options_of_the_projection(config: TrainConfig) -> list[str]:
                     "trust_region.mode=projection"
                 )
         return problems
+    if config.objective.kind != "pathwise":
+        problems.append(
+            "trust_region.mode: got 'projection', accepted: another with "
+            f"objective.kind={config.objective.kind}, whose ratio is not that of projected kernels; "
+            "'projection' with objective.kind=pathwise"
+        )
     if region.share == "proportional":
         problems.append(
             "trust_region.share: got 'proportional', accepted: 'uniform' with this objective, whose "
