@@ -431,7 +431,11 @@ class TrajectoryKLProjection(LossModule):
             self.target_actor_network_params.to_module(actor, preserve_module_state=False),
         ):
             chain = actor.module.sample(actor.observation(tensordict), noise)
-        tensordict = tensordict.copy()
+        # Made anew: of a call without a tensordict, a nested part that holds the noise alone has all of
+        # its dimensions for batch dimensions, in which the means do not fit.
+        tensordict = TensorDict(
+            dict(tensordict.items(True, True)), tensordict.batch_size, device=tensordict.device
+        )
         tensordict.set(keys.chain, chain.latents)
         tensordict.set(keys.loc, chain.loc)
         return tensordict.set(keys.scale, chain.scale.expand_as(chain.loc))

@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tensordict import (
-    NestedKey,
-    TensorDict,
-    TensorDictBase,
-    TensorDictParams,
-    is_batchedtensor,
-    unravel_key,
-)
+from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
 from tensordict.nn import dispatch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import _reduce, dispatch_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
@@ -404,7 +398,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         """
         check_not_empty(tensordict)
         kl: PathKL | ProjectedPathKL
-        if self._splits_by_gate() and not self._is_vmapped(tensordict):
+        if self._splits_by_gate() and not self._is_transformed(tensordict):
             loss_actor, running, saturation, kl = self._gated_actor_parts(tensordict, noise)
         else:
             loss_actor, running, saturation, kl = self._dense_actor_parts(
@@ -441,11 +435,13 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
 
-    def _is_vmapped(self, tensordict: TensorDictBase) -> bool:
-        """Whether what the gate depends on has a dimension that ``torch.vmap`` hides."""
+    def _is_transformed(self, tensordict: TensorDictBase) -> bool:
+        """Whether ``torch.vmap`` may hide a dimension of what the gate depends on."""
         read = [tensordict.get(key, None) for key in self.trajectory_kl.in_keys]
         own = [self.trajectory_kl.eps, *self.actor_network_params.values(True, True)]
-        return any(is_batchedtensor(entry) for entry in (*read, *own) if entry is not None)
+        return any(
+            is_functorch_wrapped_tensor(entry) for entry in (*read, *own) if entry is not None
+        )
 
     def _objective(
         self, tensordict: TensorDictBase, noise: torch.Tensor | None
@@ -568,7 +564,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         if noise is None:
             # Drawn for all states at once, as in the dense form.
             noise = self.actor_network.module.draw_noise((size,))
-        noise = noise.flatten(0, -3)
+        noise = noise.reshape(size, *noise.shape[-2:])
         # Once for all that follows.
         tensordict = trust_region.replay(tensordict)
         samples_steps = self.num_adjoint_steps is not None
@@ -614,7 +610,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
 
         def in_order(parts: torch.Tensor) -> torch.Tensor:
             rows = torch.empty_like(parts).index_copy(0, order, parts)
-            return rows.reshape(*shape, *parts.shape[1:])
+            return rows.reshape((*shape, *parts.shape[1:]))
 
         kl = PathKL(*(in_order(part) for part in kl))
         return in_order(torch.cat(losses)), in_order(torch.cat(runnings)), saturation / size, kl
