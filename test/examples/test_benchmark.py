@@ -22,8 +22,6 @@ from torchrl_trudi.trainers import ConfigError
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).with_name("_stub_trainer.py")
-# Arms whose options do not exist yet. Strict: when they do, this list has to shrink.
-NOT_YET = {"ppo", "trudi_surrogate", "projection"}
 OURS = sorted(path.stem for path in (ROOT / "examples" / "config" / "arm").glob("*.yaml"))
 
 
@@ -59,12 +57,7 @@ def record(out, arm="trudi", seed=0):
 class TestArms:
     @pytest.mark.parametrize(
         "arm",
-        [
-            pytest.param(arm, marks=pytest.mark.xfail(strict=True, reason="no such options yet"))
-            if arm in NOT_YET
-            else arm
-            for arm in OURS
-        ],
+        OURS,
     )
     def test_every_arm_is_a_valid_configuration(self, arm):
         for task in tasks():

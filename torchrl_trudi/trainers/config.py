@@ -395,7 +395,11 @@ class LoggerConfig:
     eval_interval: int = option(100_000, "Environment steps between evaluations.", ge=1)
     eval_episodes: int = option(10, "Episodes per evaluation; 0 turns evaluation off.", ge=0)
     checkpoint_interval: int = option(100_000, "Environment steps between checkpoints.", ge=1)
-    keep_checkpoints: int = option(3, "Checkpoints kept; older ones are deleted.", ge=1)
+    keep_checkpoints: int = option(
+        3,
+        "Newest checkpoints kept, besides the one with the best evaluation; others are deleted.",
+        ge=1,
+    )
     progress: bool = option(True, "Show a progress bar.")
 
 
