@@ -20,7 +20,7 @@ from torchrl_trudi.trainers.run_dir import CONFIG_FILE, library_versions
 
 LOG_TAIL = 15
 # Seconds between the signals that ask a process to stop, each less polite than the one before.
-GRACE = 15.0
+GRACE = 60.0
 
 
 class CellFailed(RuntimeError):
@@ -200,10 +200,11 @@ def _finish(job: Job, interrupted: bool) -> bool:
     attempt.exit_code = code = job.process.returncode
     attempt.wall_clock_s = round(time.perf_counter() - job.begin, 1)
     job.log.close()
-    # A process that ended well before the signal reached it has finished.
-    if code == 0:
+    # A process that was told to stop may end well, too: what counts is how far it came.
+    _, evaluated = trained_frames(cell.path / attempt.run)
+    if code == 0 and evaluated >= job.plan.frames:
         record.status = "finished"
-    elif interrupted:
+    elif interrupted or code == 0:
         record.status = "interrupted"
     else:
         record.status = "failed"

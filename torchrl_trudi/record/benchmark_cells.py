@@ -266,7 +266,7 @@ def trained_frames(run_dir: str | Path) -> tuple[int, int]:
     numbers = [
         int(match[1])
         for path in run_dir.glob("checkpoints/checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))
+        if (match := re.fullmatch(r"checkpoint-(\d+)(\.torchrl)?", path.name))
     ]
     try:
         evaluated = read_scalars(run_dir).get("eval/return_stochastic", [[0]])[0]
