@@ -205,7 +205,7 @@ def test_observation_norm_kwargs():
 
 
 def test_non_finite_observation_names_key_and_rows():
-    env = make("TestCounter-v0", 4, seed=0, nan_at=2, nan_below=0.5)
+    env = make("TestCounter-v0", 4, seed=0, nan_at=2, nan_below=0.5, on_nonfinite="raise")
     offsets = make("TestCounter-v0", 4, seed=0, normalize_observation=False).reset()
     rows = (offsets["observation"][:, 0] < 0.5).nonzero().squeeze(-1).tolist()
     assert 0 < len(rows) < 4
@@ -216,7 +216,7 @@ def test_non_finite_observation_names_key_and_rows():
     # Raised before the statistics are spoilt.
     assert get_observation_norm(env).get_statistics("observation").mean.isfinite().all()
     with pytest.raises(FloatingPointError, match="'observation' in 1 of 1"):
-        make("TestCounter-v0", nan_at=0).reset()
+        make("TestCounter-v0", nan_at=0, on_nonfinite="raise").reset()
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torchrl_trudi.envs import (
     FiniteCheck,
     ModelRandomization,
     MujocoBatchEnv,
+    Quarantine,
     get_observation_norm,
     make_env,
 )
@@ -206,13 +207,13 @@ def test_backends_differ_in_nothing_but_the_first_reset():
         torch.testing.assert_close(first["next", key], second["next", key], rtol=1e-5, atol=1e-5)
 
 
-def test_mujoco_needs_neither_conversion_nor_check():
+def test_mujoco_needs_no_conversion():
     transforms = {}
     for backend in ("mujoco", "gymnasium"):
         env = make_env("Hopper-v5", backend=backend)
         transforms[backend] = {type(m) for m in env.transform.modules()}
-    assert {DoubleToFloat, FiniteCheck} <= transforms["gymnasium"]
-    assert transforms["gymnasium"] - transforms["mujoco"] == {DoubleToFloat, FiniteCheck}
+    assert transforms["gymnasium"] - transforms["mujoco"] == {DoubleToFloat}
+    assert Quarantine in transforms["mujoco"] and FiniteCheck not in transforms["mujoco"]
 
 
 def test_normalized_actions():

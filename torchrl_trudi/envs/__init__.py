@@ -16,6 +16,7 @@ from torchrl_trudi.envs.mujoco import (
     registered_tasks,
 )
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
+from torchrl_trudi.envs.quarantine import Quarantine
 from torchrl_trudi.envs.running_mean_var import RunningMeanVar
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ModelRandomization",
     "MujocoBatchEnv",
     "MujocoTask",
+    "Quarantine",
     "RowGenerators",
     "RunningMeanVar",
     "RunningObservationNorm",

@@ -25,7 +25,7 @@ VECTORIZATIONS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
 # dictionary observation of the same name would be overwritten without notice.
 RESERVED_KEYS = frozenset(
     {"action", "reward", "done", "terminated", "truncated", "next", "_reset", "_step"}
-    | {"episode_reward", "step_count", "unstable", "randomization"}
+    | {"episode_reward", "step_count", "unstable", "quarantined", "randomization"}
 )
 
 

@@ -21,6 +21,10 @@ class FiniteCheck(Transform):
         in_keys (Sequence[NestedKey]): the keys to check. A key that is absent is skipped: a reset
             has no reward.
 
+    Keyword Args:
+        flag_keys (Sequence[NestedKey], optional): boolean entries by which an environment says itself
+            that the numbers of a row were not finite. Defaults to none.
+
     Raises:
         FloatingPointError: by ``step`` and ``reset``, naming the key and the rows of the batch.
 
@@ -32,8 +36,11 @@ class FiniteCheck(Transform):
         torch.Size([3])
     """
 
-    def __init__(self, in_keys: Sequence[NestedKey]) -> None:
+    def __init__(
+        self, in_keys: Sequence[NestedKey], *, flag_keys: Sequence[NestedKey] = ()
+    ) -> None:
         super().__init__(in_keys=in_keys, out_keys=in_keys)
+        self.flag_keys = list(flag_keys)
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         for key in self.in_keys:
@@ -41,7 +48,11 @@ class FiniteCheck(Transform):
             # A sum is finite only if all its terms are, and much cheaper than isfinite() of each.
             # It can also overflow, hence the second look.
             if value is not None and not value.sum().isfinite():
-                self._check(key, value, next_tensordict.batch_dims)
+                self._check(key, ~value.isfinite(), next_tensordict.batch_dims)
+        for key in self.flag_keys:
+            flag = next_tensordict.get(key, None)
+            if flag is not None:
+                self._check(key, flag, next_tensordict.batch_dims)
         return next_tensordict
 
     def _reset(
@@ -63,15 +74,17 @@ class FiniteCheck(Transform):
         """
         return self._call(tensordict)
 
-    def _check(self, key: NestedKey, value: torch.Tensor, batch_dims: int) -> None:
-        bad = ~torch.isfinite(value)
+    def _check(self, key: NestedKey, bad: torch.Tensor, batch_dims: int) -> None:
         if not bad.any():
             return
+        what = (
+            f"marked rows as {key!r}" if key in self.flag_keys else f"returned a non-finite {key!r}"
+        )
         if not batch_dims:
-            raise FloatingPointError(f"the environment returned a non-finite {key!r}.")
-        rows = bad.flatten(batch_dims).any(-1) if value.ndim > batch_dims else bad
+            raise FloatingPointError(f"the environment {what}.")
+        rows = bad.flatten(batch_dims).any(-1) if bad.ndim > batch_dims else bad
         where = rows.nonzero().squeeze(-1).tolist()
         raise FloatingPointError(
-            f"the environment returned a non-finite {key!r} in {len(where)} of {rows.numel()} "
+            f"the environment {what} in {len(where)} of {rows.numel()} "
             f"rows: {list_rows(where)}. The simulation has most likely diverged."
         )

@@ -32,10 +32,15 @@ from torchrl_trudi.envs._validation import (
 from torchrl_trudi.envs.finite_check import FiniteCheck
 from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv, registered_tasks
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
+from torchrl_trudi.envs.quarantine import Quarantine
 
 # A backend makes an environment of batch size [num_envs] whose `next` observations are the true
 # final ones and which resets the rows marked by `_reset`; all else is added here.
 _BACKENDS = ("mujoco", "gymnasium")
+
+# What happens to a row whose numbers are not finite.
+_ON_NONFINITE = ("quarantine", "raise")
+_RESET_ATTEMPTS = 3
 
 # Options of Gymnasium's MuJoCo tasks that are about its own renderer.
 _GYMNASIUM_OPTIONS = frozenset(
@@ -62,6 +67,7 @@ def make_env(
     randomization: Sequence[ModelRandomization] | None = None,
     vectorization: str = "sync",
     max_episode_steps: int | None = None,
+    on_nonfinite: str = "quarantine",
     **env_kwargs: Any,
 ) -> TransformedEnv:
     """Makes a batched environment with everything a training loop needs around it.
@@ -73,9 +79,9 @@ def make_env(
     The MuJoCo tasks run as one :class:`MujocoBatchEnv`, others as vectorised Gymnasium.
 
     Transforms, applied once to the whole batch, in this order: the action's map from ``[-1, 1]``
-    (:class:`~torchrl.envs.ActionScaling`, if asked for), with Gymnasium a conversion to float32
-    and a check that observations and rewards are finite (:class:`FiniteCheck`; the other backend
-    does both itself), ``"episode_reward"`` in the units of the task (:class:`~torchrl.envs.RewardSum`), ``"step_count"``
+    (:class:`~torchrl.envs.ActionScaling`, if asked for), with Gymnasium a conversion to float32 (the
+    other backend does it itself), :class:`Quarantine` or :class:`FiniteCheck` (see ``on_nonfinite``),
+    ``"episode_reward"`` in the units of the task (:class:`~torchrl.envs.RewardSum`), ``"step_count"``
     (:class:`~torchrl.envs.StepCounter`), reward scaling, observation normalisation
     (:class:`RunningObservationNorm`).
 
@@ -124,6 +130,11 @@ def make_env(
             then needs ``if __name__ == "__main__"``. Defaults to ``"sync"``.
         max_episode_steps (int, optional): truncates episodes after that many steps. Defaults to
             ``None``, the limit of the task.
+        on_nonfinite (str, optional): what happens to a row whose observation or reward is a NaN or
+            an infinity, or whose simulation diverges. ``"quarantine"``: its episode ends, the step is
+            marked under ``("next", "quarantined")``, and an observation that is not finite after a
+            reset is reset again, twice (:class:`Quarantine`). ``"raise"``: an error, without
+            such a mark. Defaults to ``"quarantine"``.
         **env_kwargs: arguments of the task.
 
     Returns:
@@ -134,8 +145,8 @@ def make_env(
             observation that is not a Box or a Dict of Box, or if an argument is out of range or
             not among the accepted names. The message says what is accepted.
         TypeError: if an argument is of the wrong type or is not accepted by the task.
-        FloatingPointError: later, by ``reset`` and ``step``, if a Gymnasium task returns a NaN or
-            an infinity.
+        FloatingPointError: later, by ``reset``, if an observation is still not finite after three
+            resets; with ``on_nonfinite="raise"`` by ``reset`` and ``step``, at once.
 
     Examples:
         >>> from torchrl_trudi.envs import get_observation_norm, make_env
@@ -162,6 +173,8 @@ def make_env(
     reward_scale = check_positive("reward_scale", reward_scale)
     check_choice("backend", backend, ["auto", *_BACKENDS])
     check_choice("vectorization", vectorization, VECTORIZATIONS)
+    check_choice("on_nonfinite", on_nonfinite, _ON_NONFINITE)
+    reset_attempts = _RESET_ATTEMPTS if on_nonfinite == "quarantine" else 1
     _check_norm_arguments(
         normalize_observation, observation_norm, observation_keys, observation_norm_kwargs
     )
@@ -174,7 +187,7 @@ def make_env(
                 f"vectorization={vectorization!r} belongs to backend='gymnasium'; the simulations "
                 "of 'mujoco' share this process, on num_threads threads."
             )
-        decided = sorted({"dtype", "driver"}.intersection(env_kwargs))
+        decided = sorted({"dtype", "driver", "reset_attempts"}.intersection(env_kwargs))
         if decided:
             raise TypeError(
                 f"make_env does not accept {decided}; MujocoBatchEnv({name!r}, ...) does."
@@ -187,6 +200,7 @@ def make_env(
             device=device,
             max_episode_steps=max_episode_steps,
             randomization=randomization,
+            reset_attempts=reset_attempts,
             **env_kwargs,
         )
     else:
@@ -212,12 +226,24 @@ def make_env(
         if normalize_action:
             env.append_transform(ActionScaling())
         transforms: list[Transform] = [RewardSum(), StepCounter()]
-        if backend == "mujoco":  # which returns finite float32 numbers
+        checked: list[NestedKey] = []
+        flags: list[NestedKey] = []
+        if (
+            backend == "mujoco"
+        ):  # which returns finite float32 numbers, and says where they were not
             keys: list[NestedKey] = ["observation"]
+            flags.append("unstable")
         else:
             env.append_transform(DoubleToFloat())
-            keys = _float_keys(env)
-            transforms.insert(0, FiniteCheck([*keys, "reward"]))
+            keys = checked = _float_keys(env)
+        if on_nonfinite == "raise":
+            reward: list[NestedKey] = ["reward"]
+            transforms.insert(0, FiniteCheck([*checked, *reward], flag_keys=flags))
+        else:
+            quarantine = Quarantine(
+                checked, flag_keys=flags, reset_attempts=reset_attempts, task=name
+            )
+            transforms.insert(0, quarantine)
         if reward_scale != 1.0:
             transforms.append(RewardScaling(loc=0.0, scale=reward_scale))
         if normalize_observation:

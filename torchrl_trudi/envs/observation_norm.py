@@ -25,7 +25,8 @@ class RunningObservationNorm(Transform):
     Each step counts its ``("next", key)``: the true final observation when an episode ends. Each
     reset counts the observations of the rows that are being reset, and no other. The carried-over
     observation at the root of a step is never counted again, nor are specs and zero tensordicts.
-    Statistics are updated first; the values are then normalised with the updated statistics and
+    Steps that an environment has marked as faulty (:class:`Quarantine`) are not counted: what they return
+    is a stand-in. Statistics are updated first; the values are then normalised with the updated statistics and
     written over the raw ones (or under ``out_keys``).
 
     Append it once, outside the batch: the statistics are shared by all sub-environments, one per
@@ -46,6 +47,8 @@ class RunningObservationNorm(Transform):
 
     Keyword Args:
         frozen (bool, optional): starts without updating. Defaults to ``False``.
+        quarantined_key (NestedKey, optional): the mark of faulty steps, an optional entry. Defaults
+            to ``"quarantined"``.
 
     Raises:
         ValueError: if ``statistics`` is empty, or if ``out_keys`` has another length.
@@ -70,6 +73,7 @@ class RunningObservationNorm(Transform):
         out_keys: Sequence[NestedKey] | None = None,
         *,
         frozen: bool = False,
+        quarantined_key: NestedKey = "quarantined",
     ) -> None:
         in_keys = [unravel_key(key) for key in statistics]
         if not in_keys:
@@ -84,6 +88,7 @@ class RunningObservationNorm(Transform):
         if len(set(names)) != len(names):
             raise ValueError(f"the keys {in_keys} are not distinct once joined: {names}.")
         self.statistics = nn.ModuleDict(dict(zip(names, statistics.values(), strict=True)))
+        self.quarantined_key = unravel_key(quarantined_key)
         self._frozen = bool(frozen)
         self._keys_with_data: set[NestedKey] = set()
 
@@ -172,15 +177,32 @@ class RunningObservationNorm(Transform):
             seen by both; each has its own ``frozen`` flag.
         """
         statistics = {key: self.get_statistics(key) for key in self.in_keys}
-        return type(self)(statistics, list(self.out_keys), frozen=frozen)
+        return type(self)(
+            statistics,
+            list(self.out_keys),
+            frozen=frozen,
+            quarantined_key=self.quarantined_key,
+        )
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self._normalize(next_tensordict, update=not self._frozen)
+        mask = self._sound(next_tensordict)
+        return self._normalize(next_tensordict, update=not self._frozen, mask=mask)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         # `_step` marks the rows that really step in a partial step.
         mask = tensordict.get("_step", None)
+        sound = self._sound(next_tensordict)
+        if sound is not None:
+            mask = sound if mask is None else sound & mask.reshape(sound.shape)
         return self._normalize(next_tensordict, update=not self._frozen, mask=mask)
+
+    def _sound(self, next_tensordict: TensorDictBase) -> torch.Tensor | None:
+        """The rows that are not marked as faulty, ``None`` for all."""
+        marked = next_tensordict.get(self.quarantined_key, None)
+        # On an accelerator the question would synchronise; the masked update is a little slower.
+        if marked is None or (marked.device.type == "cpu" and not marked.any()):
+            return None
+        return ~marked
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase

@@ -600,7 +600,7 @@ def test_backends_of_make_env(name, normalize):
         env.close()
     ours, theirs = rollouts["mujoco"], rollouts["gymnasium"]
     keys = {"observation", "reward", "episode_reward", "step_count"}
-    keys |= {"done", "terminated", "truncated"}
+    keys |= {"done", "terminated", "truncated", "quarantined"}
     assert set(theirs["next"].keys()) == keys
     assert set(ours["next"].keys()) == keys | {"unstable"}
     for key, value in theirs.items(True, True):

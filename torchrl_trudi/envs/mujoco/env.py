@@ -72,6 +72,8 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         randomization (Sequence[ModelRandomization], optional): model fields drawn for each
             environment at each reset, reported under ``("randomization", field)``. Defaults to
             ``None``, those of the task.
+        reset_attempts (int, optional): how many initial states are drawn for a row before its not
+            being finite is an error. Defaults to ``1``.
         driver (str, optional): ``"batch"``, ``"threads"`` (a pool of Python threads, for MuJoCo
             before 3.17) or ``"auto"``, the faster one there is. Defaults to ``"auto"``.
         **task_options: options of the task, if it is given by name.
@@ -89,7 +91,7 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         TypeError: if an argument is of the wrong type or not accepted by the task.
         FileNotFoundError: if the model's file does not exist.
         FloatingPointError: by ``reset``, if the task's initial state, or its observation, is not
-            finite.
+            finite, ``reset_attempts`` times.
 
     Examples:
         >>> from torchrl_trudi.envs.mujoco import MujocoBatchEnv
@@ -117,6 +119,7 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         dtype: torch.dtype = torch.float32,
         max_episode_steps: int | None = None,
         randomization: Sequence[ModelRandomization] | None = None,
+        reset_attempts: int = 1,
         driver: str = "auto",
         **task_options: Any,
     ) -> None:
@@ -128,6 +131,7 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         if not isinstance(dtype, torch.dtype) or dtype not in _NUMPY_DTYPES:
             raise ValueError(f"dtype={dtype!r} is not one of {list(_NUMPY_DTYPES)}.")
         check_choice("driver", driver, ["auto", *DRIVERS])
+        reset_attempts = check_int("reset_attempts", reset_attempts, 1)
         if isinstance(task, str):
             task = make_task(import_task(task), task_options)
         elif not isinstance(task, MujocoTask):
@@ -151,6 +155,7 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         self.max_episode_steps = (
             task.max_episode_steps if max_episode_steps is None else max_episode_steps
         )
+        self.reset_attempts = reset_attempts
         self._num_threads = available_cpus() if num_threads is None else num_threads
         self._driver_name = driver
         self._randomization = check_randomization(
@@ -349,6 +354,13 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         return self._output(None)
 
     def _reset_rows(self, rows: np.ndarray) -> None:
+        for attempt in range(1, self.reset_attempts + 1):
+            rows = self._start_episodes(rows, strict=attempt == self.reset_attempts)
+            if not len(rows):
+                break
+
+    def _start_episodes(self, rows: np.ndarray, *, strict: bool) -> np.ndarray:
+        """Starts episodes in drawn states; returns the rows whose state was not finite, if not strict."""
         driver, rng = self._driver, self._rng[rows]
         driver.reset(rows)
         if self._layout.initial_state_reads_derived:
@@ -357,27 +369,49 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         initial = initial_fields(self.task, sims, rng)
         for draws, field in zip(self._draws, self._randomized, strict=True):
             draws[rows] = field.sample(rows, rng)
-        self._check_initial_state(rows, initial)
+        if strict:
+            self._check_initial_state(rows, initial)
+            good = np.ones(len(rows), bool)
+        else:
+            good = ~self._bad_initial_state(rows, initial)
+            if not good.all():
+                initial = {
+                    name: array[good] if _by_row(name, array) else array
+                    for name, array in initial.items()
+                }
         if self._randomized:
             driver.set_const(rows)
-        self._write_state(rows, initial)
+        refused = rows[~good]
+        if good.any():
+            refused = np.concatenate(
+                [refused, self._write_state(rows[good], initial, strict=strict)]
+            )
+        return refused
 
     @staticmethod
-    def _check_initial_state(rows: np.ndarray, initial: Mapping[str, np.ndarray]) -> None:
+    def _bad_initial_state(rows: np.ndarray, initial: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Which of the rows have a state that MuJoCo would put the default one in the place of."""
+        bad = np.zeros(len(rows), bool)
         for name, array in initial.items():
-            # MuJoCo would put the default state in place of such numbers.
             with np.errstate(invalid="ignore"):
-                bad = ~(np.abs(array) < mujoco.mjMAXVAL)
+                entries = ~(np.abs(array) < mujoco.mjMAXVAL)
+            bad |= entries.reshape(len(rows), -1).any(1) if _by_row(name, array) else entries.any()
+        return bad
+
+    @classmethod
+    def _check_initial_state(cls, rows: np.ndarray, initial: Mapping[str, np.ndarray]) -> None:
+        for name, array in initial.items():
+            bad = cls._bad_initial_state(rows, {name: array})
             if bad.any():
-                by_row = len(bad) == len(rows) and bad.ndim > 1  # else one state for all
-                where = (rows[bad.reshape(len(rows), -1).any(1)] if by_row else rows).tolist()
                 raise FloatingPointError(
                     f"the initial {name} is not finite, or not below {mujoco.mjMAXVAL:g}, in the "
-                    f"rows {where}."
+                    f"rows {rows[bad].tolist()}."
                 )
 
-    def _write_state(self, rows: np.ndarray, initial: Mapping[str, np.ndarray]) -> None:
-        """Starts an episode in a state."""
+    def _write_state(
+        self, rows: np.ndarray, initial: Mapping[str, np.ndarray], *, strict: bool = True
+    ) -> np.ndarray:
+        """Starts an episode in a state; returns the rows whose observation was not finite, if not strict."""
         driver = self._driver
         for field, array in initial.items():
             driver.bind(field)[rows] = array
@@ -387,17 +421,19 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         self._write_observation(observation, sims)
         with np.errstate(over="ignore"):
             observation = observation.astype(_NUMPY_DTYPES[self.dtype])
-        if not np.isfinite(observation).all():
-            bad = rows[~np.isfinite(observation).all(1)]
+        bad = rows[~np.isfinite(observation).all(1)]
+        if strict and len(bad):
             raise FloatingPointError(
                 f"the initial state gives an observation that is not finite in the rows "
                 f"{bad.tolist()}."
             )
+        # Those of bad rows too: they are started again, or an error has been raised.
         self._observations[0][rows] = observation
         if self._snapshot is not None:
             self._snapshot[rows] = self.task.snapshot(sims)
         self._elapsed[rows] = 0
         self._ended[:, rows] = False
+        return bad
 
     def reset_to(self, qpos: Any, qvel: Any, rows: Any = None) -> TensorDictBase:
         """Starts episodes in given states.
@@ -497,3 +533,8 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         self.__dict__.pop("_sims", None)
         self._randomized = []
         super().close(raise_if_closed=raise_if_closed)
+
+
+def _by_row(name: str, array: np.ndarray) -> bool:
+    """Whether a field of an initial state has an entry for each row, and is not one for all."""
+    return array.ndim > (2 if name.startswith("mocap") else 1)
