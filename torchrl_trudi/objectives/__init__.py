@@ -1,4 +1,5 @@
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
+from torchrl_trudi.objectives.quarantine import cut_at_quarantined, replace_quarantined
 from torchrl_trudi.objectives.trajectory_kl import (
     PathKL,
     ProjectedPathKL,
@@ -16,5 +17,7 @@ __all__ = [
     "TrajectoryKLProjection",
     "TruDiLoss",
     "TruDiPPOLoss",
+    "cut_at_quarantined",
+    "replace_quarantined",
     "soft_td_lambda_return",
 ]

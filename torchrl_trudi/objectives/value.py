@@ -15,6 +15,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_trudi.modules.chain_model import DenoisingChain
 from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
+from torchrl_trudi.objectives.quarantine import before_marked
 
 __all__ = ["SOFT_TD_LAMBDA", "SoftTDLambdaEstimator"]
 
@@ -37,6 +38,10 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
     The next state of a terminal step is not used; where it is not finite, the root state takes its place in
     the network calls and the next embedding is marked NaN, so that the auxiliary loss skips the row.
     In the next state of any other step such a value is an error (on a GPU it goes into the targets).
+
+    A step marked by a ``("next", "quarantined")`` entry (:class:`~torchrl_trudi.envs.Quarantine`) has a
+    target that means nothing. The step before it bootstraps from the state between the two, as if it were
+    truncated.
 
     Unlike its relatives in torchrl it writes no advantage: the pathwise actor loss needs none.
 
@@ -86,11 +91,13 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
 
     @dataclass
     class _AcceptedKeys(ValueEstimatorBase._AcceptedKeys):
-        """The keys of the base class, and the critic's embedding.
+        """The keys of the base class, the critic's embedding, and a mark.
 
         Attributes:
             embedding (NestedKey): the critic's embedding. Defaults to the critic's own, or
                 ``("critic", "embedding")``.
+            invalid (NestedKey): marks steps, under ``"next"``, whose return means nothing; the entry
+                is optional. Defaults to ``"quarantined"``.
         """
 
         # Repeated, because the base class's set_keys looks for the names in this class itself.
@@ -103,6 +110,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         steps_to_next_obs: NestedKey = "steps_to_next_obs"
         sample_log_prob: NestedKey | None = None
         embedding: NestedKey = ("critic", "embedding")
+        invalid: NestedKey = "quarantined"
 
     default_keys = _AcceptedKeys
 
@@ -381,7 +389,11 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         if next_log_prob is None:
             next_log_prob = following.get(self.actor_network.tensor_keys.log_prob).unsqueeze(-1)
         reward = following.get(keys.reward)
-        done = following.get(keys.done)
+        done = ended = following.get(keys.done)
+        time_dim = self._get_time_dim(time_dim, tensordict)
+        invalid = following.get(keys.invalid, None)
+        if invalid is not None:
+            ended = done | before_marked(invalid, time_dim)
         with self._with_params("actor_network"):
             log_volume = self.actor_network.module.log_volume().detach()
         return soft_td_lambda_return(
@@ -393,8 +405,8 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
             # depends on the units of the action space, and so favour long or short episodes.
             next_log_prob + log_volume,
             reward,
-            done,
+            ended,
             following.get(keys.terminated, default=done),
             mask_terminal_entropy=self.mask_terminal_entropy,
-            time_dim=self._get_time_dim(time_dim, tensordict),
+            time_dim=time_dim,
         )
