@@ -42,11 +42,17 @@ def summarize(rollout, metrics, num_minibatches: int) -> dict[str, float]:
     """Means over the updates of an iteration, and over the episodes that ended in its rollout."""
     import torch
 
-    done = rollout.get(("next", "done"))
+    # Steps that were skipped, episodes that a fault ended and the targets there mean nothing.
+    made = metrics.get("skipped") + metrics.get("skipped_critic") == 0
+    means = metrics.exclude("skipped", "skipped_critic")[made].mean(0)
+    means["kl_last_epoch"] = metrics.get("kl")[-num_minibatches:][made[-num_minibatches:]].mean()
+    done, target = rollout.get(("next", "done")), rollout.get("value_target")
+    quarantined = rollout.get(("next", "quarantined"), None)
+    if quarantined is not None:
+        done, target = done & ~quarantined, target[~quarantined]
+        means["quarantined"] = quarantined.sum()
     episodes = done.sum()
-    means = metrics.mean(0)
-    means["kl_last_epoch"] = metrics.get("kl")[-num_minibatches:].mean()
-    means["value_target"] = rollout.get("value_target").mean()
+    means["value_target"] = target.mean()
     for name, key in (("return", "episode_reward"), ("length", "step_count")):
         # 0 / 0 = NaN if no episode ended.
         means[name] = (rollout.get(("next", key)) * done).sum() / episodes
@@ -72,6 +78,7 @@ def train(config: TrainConfig) -> Path:
     from tqdm import tqdm
 
     from torchrl_trudi.envs import available_cpus, get_observation_norm
+    from torchrl_trudi.objectives import cut_at_quarantined, replace_quarantined
     from torchrl_trudi.record import ScalarWriter, evaluate, plot_learning_curve
     from torchrl_trudi.trainers.builders import (
         build_actor,
@@ -85,6 +92,7 @@ def train(config: TrainConfig) -> Path:
     from torchrl_trudi.trainers.checkpoints import RunCheckpoints
     from torchrl_trudi.trainers.collector_state import CollectorState
     from torchrl_trudi.trainers.run_dir import lock_run
+    from torchrl_trudi.trainers.skips import SkipMonitor
     from torchrl_trudi.trainers.stop_request import StopRequest
     from torchrl_trudi.trainers.update import keep_settings
 
@@ -209,6 +217,7 @@ def train(config: TrainConfig) -> Path:
         train_return, evaluation = float("nan"), {}
         factor = config.trust_region.stop_factor
         stop_kl = None if factor is None else factor * config.trust_region.eps
+        skips = SkipMonitor(config.optim.max_consecutive_skips)
         batches = iter(collector)
         while progress["frames"] < config.collector.total_frames and not stop:
             start = time.perf_counter()
@@ -217,22 +226,28 @@ def train(config: TrainConfig) -> Path:
 
             # Targets of the whole rollout, then minibatches of single transitions.
             # Before the old policy is updated, since the targets are those of the policy that acted.
-            loss.value_estimator(data)
+            rollout = cut_at_quarantined(data)
+            loss.value_estimator(rollout)
+            data["value_target"] = rollout["value_target"]
+            marked = [("next", "quarantined")] if "quarantined" in data["next"] else []
             loss.update_old_policy()
             buffer.empty()
-            buffer.extend(data.select(*loss.minibatch_keys).reshape(-1))
+            buffer.extend(
+                replace_quarantined(rollout.select(*loss.minibatch_keys, *marked).reshape(-1))
+            )
 
             metrics: list[Any] = []
             stopped = False
             for _ in range(config.optim.num_epochs):
                 for batch in buffer:
-                    if stopped:
-                        update.step_critic(batch)
-                    else:
-                        metrics.append(update(batch))
+                    step = update.step_critic(batch) if stopped else update(batch)
+                    skips.observe(batch, step)
+                    if not stopped:
+                        metrics.append(step)
                 if stop_kl is not None and not stopped:
                     epoch = metrics[-config.optim.num_minibatches :]
-                    stopped = bool(torch.stack([each["kl"] for each in epoch]).mean() > stop_kl)
+                    mean_kl = torch.stack([each["kl"] for each in epoch]).nanmean()
+                    stopped = bool(mean_kl > stop_kl)
 
             # All scalars of the iteration, in one transfer from the device.
             scalars = summarize(data, torch.stack(metrics), config.optim.num_minibatches)
@@ -244,11 +259,13 @@ def train(config: TrainConfig) -> Path:
             progress["frames"] += data.numel()
             progress["iterations"] += 1
             progress["seconds"] += seconds
+            scalars.update({f"train/{k}": v for k, v in skips.end_iteration().items()})
             scalars["train/kl_bound"] = config.trust_region.eps
             if stop_kl is not None:
                 scalars["train/actor_updates"] = len(metrics)
             if lr_schedule is not None:
-                lr_schedule.step(scalars["train/kl_last_epoch"])
+                if math.isfinite(scalars["train/kl_last_epoch"]):  # else no step was made
+                    lr_schedule.step(scalars["train/kl_last_epoch"])
                 (scalars["train/lr"],) = lr_schedule.get_last_lr()
             scalars["time/seconds"] = progress["seconds"]
             scalars["time/frames_per_second"] = data.numel() / seconds
@@ -258,11 +275,15 @@ def train(config: TrainConfig) -> Path:
             except OSError:
                 save()  # where the checkpoints are there may still be room
                 raise
-            for key in [key for key in scalars if key.startswith("train/loss_")]:
-                if not math.isfinite(scalars[key]):
-                    raise FloatingPointError(
-                        f"{key} is {scalars[key]} at {progress['frames']} frames, see {writer.path}"
-                    )
+            if skips.exceeded:
+                frames, report = progress["frames"], run_dir / "skipped_batch.json"
+                skips.write_report(report, frames=frames)
+                save()
+                raise FloatingPointError(
+                    f"{skips.max_consecutive} minibatches in a row have a loss or gradient that is not "
+                    f"finite, at {frames} frames: see {report}. The parameters from before are in "
+                    f"the checkpoint of {run_dir}."
+                )
             bar.update(data.numel())
             bar.set_postfix(
                 ret=f"{train_return:.0f}", kl=f"{scalars['train/kl']:.3f}", refresh=False

@@ -24,13 +24,20 @@ def make_loss(dtype=torch.float32, device=None, make=make_actor, **kwargs) -> Tr
 
 
 def make_update(
-    loss: TruDiLoss, *, capturable: bool = False, lr: float = 3e-3, **kwargs
+    loss: TruDiLoss,
+    *,
+    capturable: bool = False,
+    fused: bool | None = None,
+    lr: float = 3e-3,
+    **kwargs,
 ) -> TruDiUpdate:
+    # What a CUDA graph needs.
+    fused = capturable if fused is None else fused
     groups = loss.actor_param_groups(lr=lr)
     return TruDiUpdate(
         loss,
-        torch.optim.Adam(groups, capturable=capturable),
-        torch.optim.Adam(loss.critic_parameters(), lr=lr, capturable=capturable),
+        torch.optim.Adam(groups, capturable=capturable, fused=fused),
+        torch.optim.Adam(loss.critic_parameters(), lr=lr, capturable=capturable, fused=fused),
         **kwargs,
     )
 
@@ -278,3 +285,5 @@ class TestCudaGraphs:
     def test_optimisers_must_be_capturable(self):
         with pytest.raises(ValueError, match="capturable=True, got Adam without"):
             make_update(make_loss(device="cuda"), cudagraphs=True)
+        with pytest.raises(ValueError, match="fused=True, got Adam without"):
+            make_update(make_loss(device="cuda"), capturable=True, fused=False, cudagraphs=True)

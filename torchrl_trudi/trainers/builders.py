@@ -86,6 +86,7 @@ def _make_env(
         num_threads=config.env.num_threads,
         vectorization=config.env.vectorization,
         max_episode_steps=config.env.max_episode_steps,
+        on_nonfinite=config.env.on_nonfinite,
         **config.env.kwargs,
     )
 

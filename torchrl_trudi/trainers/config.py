@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     LrScheduleName = Literal["constant", "kl_adaptive"]
     ChainDtypeName = Literal["float32", "bfloat16", "float16"]
     BackendName = Literal["auto", "mujoco", "gymnasium"]
+    OnNonfiniteName = Literal["quarantine", "raise"]
     VectorizationName = Literal["sync", "async"]
     PolicyKind = Literal["diffusion", "gaussian"]
     LearnStepSizes = Literal["none", "shared", "per_step"]
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 else:
     # OmegaConf knows no literal types: at run time the choices of the options do their work.
     ActivationName = ActorGradientName = BackendName = NormName = ScheduleName = str
-    ChainDtypeName = VectorizationName = PolicyKind = LearnStepSizes = str
+    ChainDtypeName = OnNonfiniteName = VectorizationName = PolicyKind = LearnStepSizes = str
     ObjectiveKind = CriticKind = EntropyName = RatioName = LrScheduleName = str
     FrictionName = ModeName = KLName = DirectionName = OldPolicyName = BoundName = str
     ShareName = str
@@ -119,6 +120,13 @@ class EnvConfig:
         None,
         "Truncate episodes after this many steps; null keeps the environment's own limit.",
         ge=1,
+    )
+    on_nonfinite: OnNonfiniteName = option(
+        "quarantine",
+        "What happens to a row whose observation or reward is a NaN or an infinity, or whose simulation "
+        "diverges: its episode ends and the step is left out of the training (quarantine), or the run "
+        "ends (raise).",
+        choices=("quarantine", "raise"),
     )
     kwargs: dict[str, Any] = option(
         factory=dict,
@@ -369,6 +377,12 @@ class OptimConfig:
     )
     max_lr: float = option(1e-3, "Largest learning rate of kl_adaptive.", ge=1e-5)
     max_grad_norm: float = option(0.5, "The gradient is scaled down to this norm.", gt=0)
+    max_consecutive_skips: int = option(
+        50,
+        "A step whose loss or gradient is not finite is skipped; after this many minibatches in a row with a "
+        "skipped step the run ends, with a checkpoint and a report of the batch (skipped_batch.json).",
+        ge=1,
+    )
     num_minibatches: int = option(8, "Minibatches per epoch.", ge=1)
     num_epochs: int = option(4, "Passes over each batch.", ge=1)
     compile: bool = option(

@@ -50,6 +50,11 @@ def keep_settings(*optims: torch.optim.Optimizer, states: Container[str] = ()) -
 class TruDiUpdate:
     """The published step on a minibatch: the critic's, then the actor's on the stepped critic.
 
+    A step whose loss or gradient is not finite is skipped: neither the parameters nor the optimiser's moments
+    and step counters change, bit for bit. Critic and actor (with the duals) are judged separately. On a
+    GPU no step waits for the answer if the optimiser is fused: its kernel gets it, as from
+    ``torch.amp.GradScaler``. With other optimisers each minibatch waits for the device twice.
+
     Args:
         loss (TruDiLoss or TruDiPPOLoss): the losses.
         optim_actor (torch.optim.Optimizer): of the policy and the duals, see
@@ -70,7 +75,7 @@ class TruDiUpdate:
             policy that has not moved is that of the rounding, 1e-3 to 3e-2 for a diffusion policy.
             Defaults to ``None``, that of the parameters.
         cudagraphs (bool, optional): replay the whole step as one CUDA graph. The optimisers must
-            be ``capturable``, the policy on a CUDA device. The graph holds the learning rates as they
+            be ``capturable`` and ``fused``, the policy on a CUDA device. The graph holds the learning rates as they
             are at the third call, unless they are tensors, and the optimisers' state as it lies in
             memory: load a checkpoint before. Defaults to ``False``.
 
@@ -79,7 +84,7 @@ class TruDiUpdate:
 
     Raises:
         ValueError: an optimiser of other parameters; ``max_grad_norm <= 0``; an ``autocast_dtype`` that needs a gradient scaler; CUDA
-            graphs of a policy on another device, or with optimisers that are not capturable.
+            graphs of a policy on another device, or with optimisers that are not capturable and fused.
         TypeError: ``compile`` is no bool or dict.
         RuntimeError: a learning rate that changed after the CUDA graph was captured.
 
@@ -141,17 +146,21 @@ class TruDiUpdate:
             if device.type != "cuda":
                 raise ValueError(f"CUDA graphs need a policy on a CUDA device, it is on {device}.")
             for optim in (optim_actor, optim_critic):
-                if not all(group.get("capturable", False) for group in optim.param_groups):
-                    raise ValueError(
-                        "CUDA graphs need optimisers built with capturable=True, got "
-                        f"{type(optim).__name__} without."
-                    )
+                for option in ("capturable", "fused"):
+                    if not all(group.get(option, False) for group in optim.param_groups):
+                        raise ValueError(
+                            f"CUDA graphs need optimisers built with {option}=True, got "
+                            f"{type(optim).__name__} without."
+                        )
         self.loss = loss
         self.optim_actor, self.optim_critic = optim_actor, optim_critic
         self.max_grad_norm = max_grad_norm
         self.autocast_dtype = autocast_dtype
         self.warmup_seconds: float | None = None
         self._device_type = device.type
+        # A fused kernel can be told to change nothing. On the CPU to look at a number costs nothing, and
+        # an optimiser that has not made a step yet then stays without state.
+        self._tells_kernel = device.type != "cpu"
         self._actor_loss: Callable = loss.actor_loss
         self._critic_loss: Callable = loss.critic_loss
         self._compiles = compile is not False
@@ -176,7 +185,8 @@ class TruDiUpdate:
 
         Returns:
             TensorDict: detached losses and diagnostics, with ``grad_norm`` and
-            ``grad_norm_critic`` before clipping.
+            ``grad_norm_critic`` before clipping, and ``skipped`` and ``skipped_critic``, 1 where the
+            actor's or the critic's step was not made because its loss or gradient is not finite, else 0.
         """
         first = self._compiles and self.warmup_seconds is None
         start = time.perf_counter()
@@ -207,19 +217,14 @@ class TruDiUpdate:
         return [group["lr"] for group in groups if not isinstance(group["lr"], torch.Tensor)]
 
     def _eager_step(self, batch: TensorDictBase) -> TensorDict:
-        critic, critic_norm = self._critic_step(batch)
+        critic = self._critic_step(batch)
         with self._autocast():
             actor = self._evaluate("_actor_loss", batch)
         losses = [value for key, value in actor.items() if key.startswith("loss_")]
         total = torch.stack(losses).sum()
         params = [p for group in self.optim_actor.param_groups for p in group["params"]]
-        actor_norm = self._descend(self.optim_actor, total, params)
-        return (
-            actor.update(critic)
-            .set("grad_norm", actor_norm)
-            .set("grad_norm_critic", critic_norm)
-            .detach()
-        )
+        norm, skipped = self._descend(self.optim_actor, total, params)
+        return actor.update(critic).set("grad_norm", norm).set("skipped", skipped).detach()
 
     def step_critic(self, batch: TensorDictBase) -> TensorDict:
         """Step the critic alone, for instance in the epochs after the policy has moved far enough.
@@ -228,20 +233,19 @@ class TruDiUpdate:
             batch (TensorDictBase): see :meth:`__call__`.
 
         Returns:
-            TensorDict: the critic's detached losses and diagnostics, with ``grad_norm_critic``.
+            TensorDict: the critic's detached losses and diagnostics, with ``grad_norm_critic`` and
+            ``skipped_critic``.
         """
-        metrics, norm = self._critic_step(
-            batch.select(*self._keys(batch.keys(True, True)), strict=False)
-        )
-        return metrics.set("grad_norm_critic", norm).detach()
+        keys = self._keys(batch.keys(True, True))
+        return self._critic_step(batch.select(*keys, strict=False)).detach()
 
-    def _critic_step(self, batch: TensorDictBase) -> tuple[TensorDict, torch.Tensor]:
+    def _critic_step(self, batch: TensorDictBase) -> TensorDict:
         with self._autocast():
             critic = self._evaluate("_critic_loss", batch)
-        norm = self._descend(
+        norm, skipped = self._descend(
             self.optim_critic, critic["loss_critic"], self.loss.critic_parameters()
         )
-        return critic, norm
+        return critic.set("grad_norm_critic", norm).set("skipped_critic", skipped)
 
     def _autocast(self) -> AbstractContextManager:
         if self.autocast_dtype is None:
@@ -269,10 +273,22 @@ class TruDiUpdate:
             )
             return out
 
-    def _descend(self, optim: torch.optim.Optimizer, total: torch.Tensor, params) -> torch.Tensor:
-        """A step down the gradient; returns the gradient's norm."""
+    def _descend(
+        self, optim: torch.optim.Optimizer, total: torch.Tensor, params
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step down the gradient; returns the gradient's norm, and 1 if the step was skipped, else 0."""
         optim.zero_grad()
         total.backward()
+        # Of a gradient that is not finite this makes one of NaN, which the next call throws away.
         norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
-        optim.step()
-        return norm
+        skipped = ~(total.detach().isfinite() & norm.isfinite())
+        if self._tells_kernel and all(group.get("fused") for group in optim.param_groups):
+            # Read by the kernel, which then neither writes nor counts.
+            optim.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+            try:
+                optim.step()
+            finally:
+                del optim.found_inf  # type: ignore[attr-defined]
+        elif not skipped:
+            optim.step()
+        return norm, skipped.to(norm.dtype)
