@@ -21,6 +21,10 @@ from torchrl_trudi.modules.step_sizes import StepSizes, inverse_softplus
 
 __all__ = ["DenoisingModel"]
 
+# By how much the uncontrolled steps of a chain can enlarge a latent, all together: the squares of what
+# comes out, and their gradients, have to stay within float32.
+_LARGEST_GROWTH = 1e8
+
 
 class DenoisingModel(ChainModel):
     r"""An N-step denoising chain with a learned control (arXiv 2606.15260).
@@ -169,10 +173,14 @@ class DenoisingModel(ChainModel):
             step_sizes (torch.Tensor, optional): step sizes ``[N]`` to use instead of the model's own.
 
         Returns:
-            tuple of torch.Tensor: :math:`\eta` and :math:`\sqrt{2\eta}`, each ``[N, A]``.
+            tuple of torch.Tensor: :math:`\eta` and :math:`\sqrt{2\eta}`, each ``[N, A]``. Where the friction
+            vanishes, :math:`\eta` stops where the steps :math:`1 - \eta / \sigma_0^2` would make a chain grow
+            without bound (:math:`11 \sigma_0^2` for 8 steps).
         """
         sizes = self.step_sizes() if step_sizes is None else step_sizes
         eta = sizes.unsqueeze(-1) / self.friction()
+        limit = (1 + _LARGEST_GROWTH ** (1 / self.num_steps)) * self.prior()[1].detach().square()
+        eta = torch.minimum(eta, limit)
         return eta, (2 * eta).sqrt()
 
     def drift(self, latent: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ __all__ = ["TruDiPPOLoss"]
 
 EntropyName = Literal["path", "surrogate"]
 
+_LARGEST_LOG_RATIO = 40.0
+
 
 class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
     r"""PPO on the denoising chain, held to the old policy at every denoising step.
@@ -291,6 +293,8 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         clipped = log_weight.clamp(*self._clip_bounds)
         clip_fraction = (clipped != log_weight).to(log_weight.dtype).mean()
         acted = log_weight if log_is_weight is None else log_weight + log_is_weight
+        # The exponential of more is infinite, and the gradient of the branch not taken then NaN.
+        acted = acted.clamp_max(_LARGEST_LOG_RATIO)
         bounded = clipped if log_is_weight is None else clipped + log_is_weight
         gain = torch.minimum(acted.exp() * advantage, bounded.exp() * advantage)
         entropy, entropy_gain = self._entropies(tensordict, dist, log_weight)
