@@ -90,7 +90,7 @@ def test_reused_actions_stay_the_recorded_ones():
 
 def test_gae_does_not_look_at_it():
     _, data, sound, others = faulty_and_sound()
-    network = ValueOperator(MLP(3, 1, num_cells=[8], dtype=torch.float64), in_keys=["observation"])
+    network = ValueOperator(MLP(3, 1, num_cells=[8]), in_keys=["observation"]).double()
     gae = GAE(gamma=GAMMA, lmbda=LMBDA, value_network=network)
     gae(sound)
     cut = gae(cut_at_quarantined(data))

@@ -167,6 +167,7 @@ def test_a_step_of_the_critic_alone():
     assert same(before, state(update, "critic"))
 
 
+@pytest.mark.slow
 def test_compiled():
     """The answer is taken outside of the compiled losses."""
     update = make_update(compile={"backend": "eager"})
