@@ -113,7 +113,7 @@ class SkipMonitor:
 def describe(value: torch.Tensor) -> dict[str, Any]:
     """Shape, number of values that are not finite, and minimum, maximum and mean of the others."""
     finite = value[value.isfinite()].double()
-    numbers = {"min": None, "max": None, "mean": None}
+    numbers: dict[str, float | None] = {"min": None, "max": None, "mean": None}
     if finite.numel():
         numbers = {
             "min": finite.min().item(),
