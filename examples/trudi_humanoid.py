@@ -202,12 +202,16 @@ def train(config: TrainConfig) -> Path:
             writer.write(progress["frames"], scalars)
             return scalars
 
+        saved = progress["frames"]
+
         def save(value: float | None = None) -> None:
+            nonlocal saved
+            saved = progress["frames"]
             try:
-                checkpoints.save(progress["frames"], config, value=value)
+                checkpoints.save(saved, config, value=value)
             except OSError as error:
                 # Not the end of the run: the checkpoints before it are whole.
-                log.error("checkpoint at %d frames failed: %s", progress["frames"], error)
+                log.error("checkpoint at %d frames failed: %s", saved, error)
 
         def due(interval: int) -> bool:
             """Whether this iteration passed a multiple of the interval."""
@@ -218,6 +222,7 @@ def train(config: TrainConfig) -> Path:
         factor = config.trust_region.stop_factor
         stop_kl = None if factor is None else factor * config.trust_region.eps
         skips = SkipMonitor(config.optim.max_consecutive_skips)
+        skips.streak = progress.get("skipped_in_a_row", 0)
         batches = iter(collector)
         while progress["frames"] < config.collector.total_frames and not stop:
             start = time.perf_counter()
@@ -260,6 +265,7 @@ def train(config: TrainConfig) -> Path:
             progress["iterations"] += 1
             progress["seconds"] += seconds
             scalars.update({f"train/{k}": v for k, v in skips.end_iteration().items()})
+            progress["skipped_in_a_row"] = skips.streak
             scalars["train/kl_bound"] = config.trust_region.eps
             if stop_kl is not None:
                 scalars["train/actor_updates"] = len(metrics)
@@ -294,8 +300,10 @@ def train(config: TrainConfig) -> Path:
             if config.logger.eval_episodes and (finished or due(config.logger.eval_interval)):
                 evaluation = log_evaluation()
                 value = evaluation["eval/return_deterministic"]
-            if finished or stop or due(config.logger.checkpoint_interval):
+            if finished or due(config.logger.checkpoint_interval):
                 save(value)
+        if saved < progress["frames"]:  # told to stop
+            save()
 
     curve: Path | str = run_dir / "learning_curve.png"
     try:
