@@ -37,7 +37,10 @@ class CountingEnv(EnvBase):
         self.action_spec = Bounded(-torch.ones(column), torch.ones(column))
         self.reward_spec = Unbounded(column)
         self.done_spec = Composite(
-            {key: Binary(1, column, dtype=torch.bool) for key in ("done", "terminated", "truncated")},
+            {
+                key: Binary(1, column, dtype=torch.bool)
+                for key in ("done", "terminated", "truncated")
+            },
             shape=self.batch_size,
         )
         self.count, self.length = torch.zeros(column), torch.zeros(column)
@@ -142,6 +145,12 @@ def _made(backend: str, num_envs: int, **kwargs) -> Callable[[int], EnvBase]:
     )
 
 
+def _made_by_torchrl(seed: int) -> EnvBase:
+    env = GymEnv(NAME)
+    env.set_seed(seed)
+    return env
+
+
 PATHS: dict[str, Callable[[int], EnvBase]] = {
     "batched": lambda seed: CountingEnv(3, seed),
     "mujoco": _made("mujoco", 3),
@@ -149,6 +158,6 @@ PATHS: dict[str, Callable[[int], EnvBase]] = {
     "gymnasium": _made("gymnasium", 3),
     "gymnasium-one": _made("gymnasium", 1),
     "gymnasium-async": _made("gymnasium", 2, vectorization="async"),
-    "torchrl-gym": lambda seed: GymEnv(NAME),
+    "torchrl-gym": _made_by_torchrl,
 }
 """Ways to make the environment, by name; each takes a seed."""

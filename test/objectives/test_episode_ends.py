@@ -6,6 +6,8 @@ docs/upstream.md. When one of those tests fails, upstream has changed: the docs 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -102,17 +104,29 @@ ESTIMATORS = {
     "tdlambda": (upstream(TDLambdaEstimator, lmbda=LMBDA), LMBDA, 0.0),
     "tdlambda-loop": (upstream(TDLambdaEstimator, lmbda=LMBDA, vectorized=False), LMBDA, 0.0),
 }
+
+
+@functools.cache
+def make(name: str, **kwargs):
+    """An estimator by its name."""
+    return ESTIMATORS[name][0](**kwargs)
+
+
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
 def estimate(name: str, data: TensorDict, **kwargs) -> torch.Tensor:
     """Targets ``[E, T]`` of a rollout, which is left as it is."""
-    make, _, _ = ESTIMATORS[name]
-    out = make(**kwargs)(data.clone())
-    if "advantage" in out.keys():
+    out = make(name, **kwargs)(data.clone())
+    if "state_value" in out:
         # Upstream: the advantage is that of the same target.
         torch.testing.assert_close(out["advantage"], out["value_target"] - out["state_value"])
     return out["value_target"].squeeze(-1)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Upstream keeps its gamma in float32."""
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
 def literal(name: str, data: TensorDict) -> torch.Tensor:
@@ -144,7 +158,13 @@ def batches(request) -> list[TensorDict]:
     with registered():
         env = PATHS[request.param](0)
         frames = 23 * max(1, env.batch_size.numel())
-        collector = Collector(env, make_actor(), frames_per_batch=frames, total_frames=3 * frames)
+        collector = Collector(
+            env,
+            make_actor(),
+            frames_per_batch=frames,
+            total_frames=3 * frames,
+            auto_register_policy_transforms=False,
+        )
         collected = [batch.clone() for batch in collector]
         collector.shutdown(raise_on_error=False)
     return collected
@@ -173,7 +193,7 @@ def test_every_kind_of_end_is_there(batches):
 @each_estimator
 def test_targets(batches, name):
     for batch in batches:
-        torch.testing.assert_close(estimate(name, batch), literal(name, batch))
+        assert_close(estimate(name, batch), literal(name, batch))
 
 
 @each_estimator
@@ -185,9 +205,9 @@ def test_a_cut_at_the_limit_bootstraps_from_the_final_state(batches, name):
         cut = (following["truncated"] & ~following["terminated"]).squeeze(-1)
         reward = following["reward"].squeeze(-1)
         bonus = GAMMA * (LIMIT - temperature * log_prob(LIMIT))
-        torch.testing.assert_close(target[cut], reward[cut] + bonus)
+        assert_close(target[cut], reward[cut] + bonus)
         end = following["terminated"].squeeze(-1)
-        torch.testing.assert_close(target[end], reward[end])
+        assert_close(target[end], reward[end])
 
 
 # -- the value of a constant reward ------------------------------------------------------
@@ -227,9 +247,9 @@ def test_constant_reward(name, kind, monkeypatch):
 
     data = recorded(constant_reward(kind, length))
     target = estimate(name, data, gamma=gamma, value=value)
-    torch.testing.assert_close(target, value(data["observation"]).squeeze(-1))
+    assert_close(target, value(data["observation"]).squeeze(-1))
     first = 1 / (1 - gamma) if kind == "truncated" else (1 - gamma**length) / (1 - gamma)
-    assert target[0, 0].item() == pytest.approx(first, rel=1e-12)
+    assert target[0, 0].item() == pytest.approx(first, rel=1e-6)
 
 
 # -- any pattern of ends -----------------------------------------------------------------
@@ -270,69 +290,66 @@ def rollouts(draw) -> TensorDict:
     )
 
 
-quickly = settings(max_examples=15, deadline=None)
+quickly = settings(max_examples=6, deadline=None)
 
 
 def episodes(done: torch.Tensor) -> list[slice]:
     """Where the episodes of one row are; the last need not have ended."""
     edges = [0, *(done.squeeze(-1).nonzero().squeeze(-1) + 1).tolist()]
     edges += [len(done)] if edges[-1] < len(done) else []
-    return [slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
-@each_estimator
 @quickly
 @given(data=rollouts())
-def test_each_episode_has_the_targets_it_has_alone(name, data):
-    target = estimate(name, data)
-    for row, row_target in zip(data, target, strict=True):
-        for part in episodes(row["next", "done"]):
-            alone = estimate(name, row[None, part])[0]
-            torch.testing.assert_close(row_target[part], alone)
+def test_each_episode_has_the_targets_it_has_alone(data):
+    for name in ESTIMATORS:
+        target = estimate(name, data)
+        for row, row_target in zip(data, target, strict=True):
+            for part in episodes(row["next", "done"]):
+                assert_close(row_target[part], estimate(name, row[None, part])[0])
 
 
-@each_estimator
 @quickly
 @given(data=rollouts(), random=st.randoms(use_true_random=False))
-def test_rows_do_not_see_each_other(name, data, random):
+def test_rows_do_not_see_each_other(data, random):
     order = torch.tensor(random.sample(range(len(data)), len(data)))
-    torch.testing.assert_close(estimate(name, data[order]), estimate(name, data)[order])
+    for name in ESTIMATORS:
+        assert_close(estimate(name, data[order]), estimate(name, data)[order])
 
 
-@each_estimator
 @quickly
 @given(data=rollouts())
-def test_what_follows_an_end_changes_nothing_before_it(name, data):
-    """Not even a NaN, of which the estimator could not be told apart from a wrong number."""
-    target, other = estimate(name, data), data.clone()
+def test_what_follows_an_end_changes_nothing_before_it(data):
+    other = data.clone()
     after = (data["next", "done"].cumsum(1) - data["next", "done"].long()) > 0
     for key in ("observation", ("next", "observation"), ("next", "reward")):
         other[key] = torch.where(after, -100 - 3 * other[key], other[key])
-    other = recorded(other)
-    before = ~after.squeeze(-1)
-    torch.testing.assert_close(estimate(name, other)[before], target[before])
+    other, before = recorded(other), ~after.squeeze(-1)
+    for name in ESTIMATORS:
+        assert_close(estimate(name, other)[before], estimate(name, data)[before])
 
 
-@each_estimator
 @quickly
 @given(data=rollouts())
-def test_the_final_observation_of_a_terminal_step_is_not_used(name, data):
+def test_the_final_observation_of_a_terminal_step_is_not_used(data):
     """Whatever it is: another number, or the NaN of a task that has none."""
-    target, terminated = estimate(name, data), data["next", "terminated"]
+    terminated = data["next", "terminated"]
     for junk in (1e6, float("nan")):
         other = data.clone()
         following = other["next", "observation"]
         other["next", "observation"] = following.masked_fill(terminated, junk)
-        torch.testing.assert_close(estimate(name, other), target)
+        for name in ESTIMATORS:
+            assert_close(estimate(name, other), estimate(name, data))
 
 
-@each_estimator
 @quickly
 @given(data=rollouts())
-def test_termination_wins_over_truncation(name, data):
+def test_termination_wins_over_truncation(data):
     other = data.clone()
     other["next", "truncated"] = data["next", "truncated"] & ~data["next", "terminated"]
-    torch.testing.assert_close(estimate(name, other), estimate(name, data))
+    for name in ESTIMATORS:
+        assert_close(estimate(name, other), estimate(name, data))
 
 
 # -- traps ---------------------------------------------------------------------------------
@@ -380,25 +397,38 @@ class TestUpstreamTraps:
     @pytest.mark.parametrize("estimator", ["gae", "td0", "td1", "tdlambda"])
     def test_a_missing_final_state_is_taken_for_the_one_before(self, estimator):
         """A NaN in the final observation of a truncated step bootstraps from ``V(s_t)``, silently."""
-        make, _, _ = ESTIMATORS[estimator]
         data = self.rollout("none", "none", "truncated")
         data["next", "observation"][0, 2] = float("nan")
-        target = make()(data)["value_target"][0, 2, 0]
+        target = make(estimator)(data)["value_target"][0, 2, 0]
         assert target == pytest.approx(1 + GAMMA * 2)  # of the state of step 2: the final one is 3
 
+    @pytest.mark.parametrize("estimator", ["gae", "td0", "td1", "tdlambda"])
+    def test_where_a_final_state_is_missing_no_value_is_written(self, estimator):
+        """A NaN anywhere, and ``state_value``, which a value clip reads, stays away."""
+        data = self.rollout("none", "none", "terminated")
+        data["next", "observation"][0, 2] = float("nan")
+        assert "state_value" not in make(estimator)(data)
+
+    @pytest.mark.parametrize("estimator", ["gae", "td0", "td1", "tdlambda"])
+    def test_an_infinite_state_after_termination_spoils_the_targets(self, estimator):
+        """The value is multiplied by zero there, and ``0 * inf`` is NaN."""
+        data = self.rollout("none", "none", "terminated")
+        data["next", "observation"][0, 2] = float("inf")
+        assert make(estimator)(data.clone())["value_target"][0, 2].isnan()
+        ours = make("soft")(recorded(data))["value_target"][0, 2]
+        assert ours == 1
+
     def test_ours_refuses_a_missing_final_state(self):
-        make, _, _ = ESTIMATORS["soft"]
         data = self.rollout("none", "none", "truncated")
         data["next", "observation"][0, 2] = float("nan")
         with pytest.raises(ValueError, match="not finite at 1 steps that are not terminal"):
-            make()(data)
+            make("soft")(data)
 
     @pytest.mark.parametrize("estimator", ["gae", "td0", "td1", "tdlambda"])
     def test_without_the_terminated_flag_a_cut_is_terminal(self, estimator):
-        make, _, _ = ESTIMATORS[estimator]
         data = self.rollout("none", "none", "truncated")
         del data["next", "terminated"]
-        assert make()(data)["value_target"][0, 2, 0] == 1
+        assert make(estimator)(data)["value_target"][0, 2, 0] == 1
 
     def test_padding_counts_as_data(self):
         """``Collector(split_trajs=True)`` pads with zeros, in which an unfinished episode goes on."""
@@ -410,8 +440,7 @@ class TestUpstreamTraps:
         assert abs(padded - right) > 0.1
 
     def test_ours_refuses_padding(self):
-        make, _, _ = ESTIMATORS["soft"]
         data = pad(self.rollout("none", "none", "none"), [0, 0, 0, 2])
         data["collector", "mask"] = torch.tensor([[True, True, True, False, False]])
         with pytest.raises(ValueError, match="padded"):
-            make()(data)
+            make("soft")(data)
