@@ -8,7 +8,7 @@ from torchrl_trudi.trainers.checks import _READERS
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig, validate
 from torchrl_trudi.trainers.options import options
 
-SHARED = {"kind", "hidden_size", "num_layers", "norm", "activation"}
+SHARED = {"in_keys", "kind", "hidden_size", "num_layers", "norm", "activation"}
 
 
 def refused(config) -> list[str]:

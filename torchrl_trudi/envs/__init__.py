@@ -15,6 +15,7 @@ from torchrl_trudi.envs.mujoco import (
     register_task,
     registered_tasks,
 )
+from torchrl_trudi.envs.observation_keys import get_observation_keys
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
 from torchrl_trudi.envs.quarantine import Quarantine
 from torchrl_trudi.envs.running_mean_var import RunningMeanVar
@@ -31,6 +32,7 @@ __all__ = [
     "RunningObservationNorm",
     "Simulations",
     "available_cpus",
+    "get_observation_keys",
     "get_observation_norm",
     "make_env",
     "register_task",

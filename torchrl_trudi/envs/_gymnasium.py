@@ -16,17 +16,10 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from torchrl.envs import GymWrapper
 
 from torchrl_trudi.envs._seeding import first_seed
-from torchrl_trudi.envs._validation import did_you_mean, import_task
+from torchrl_trudi.envs._validation import RESERVED_KEYS, did_you_mean, import_task
 from torchrl_trudi.envs.mujoco import registered_tasks
 
 VECTORIZATIONS = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}
-
-# Entries that TorchRL or the transforms of `make_env` write next to the observations: a
-# dictionary observation of the same name would be overwritten without notice.
-RESERVED_KEYS = frozenset(
-    {"action", "reward", "done", "terminated", "truncated", "next", "_reset", "_step"}
-    | {"episode_reward", "step_count", "unstable", "quarantined", "randomization"}
-)
 
 
 class GymnasiumVectorEnv(GymWrapper):

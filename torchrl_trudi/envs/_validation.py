@@ -9,6 +9,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+# Entries that TorchRL or the transforms of `make_env` write next to the observations: a
+# dictionary observation of the same name would be overwritten without notice.
+RESERVED_KEYS = frozenset(
+    {"action", "reward", "done", "terminated", "truncated", "next", "_reset", "_step"}
+    | {"episode_reward", "step_count", "unstable", "quarantined", "randomization"}
+)
+
 
 def did_you_mean(given: str, accepted: Iterable[str]) -> str:
     """A sentence with the accepted names closest to ``given``, or an empty string.

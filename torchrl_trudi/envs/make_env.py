@@ -31,6 +31,7 @@ from torchrl_trudi.envs._validation import (
 )
 from torchrl_trudi.envs.finite_check import FiniteCheck
 from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv, registered_tasks
+from torchrl_trudi.envs.observation_keys import get_observation_keys
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
 from torchrl_trudi.envs.quarantine import Quarantine
 
@@ -228,10 +229,9 @@ def make_env(
         transforms: list[Transform] = [RewardSum(), StepCounter()]
         checked: list[NestedKey] = []
         flags: list[NestedKey] = []
-        if (
-            backend == "mujoco"
-        ):  # which returns finite float32 numbers, and says where they were not
-            keys: list[NestedKey] = ["observation"]
+        # Which returns finite float32 numbers, and says where they were not.
+        if backend == "mujoco":
+            keys = get_observation_keys(env)
             flags.append("unstable")
         else:
             env.append_transform(DoubleToFloat())

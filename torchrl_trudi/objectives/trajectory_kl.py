@@ -12,6 +12,7 @@ from torch import nn
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import _reduce
 
+from torchrl_trudi.modules._feed_forward import check_feed_forward
 from torchrl_trudi.modules.chain_model import select_steps
 from torchrl_trudi.modules.distributions.gaussian import KLName, gaussian_kl
 from torchrl_trudi.modules.distributions.projection import ShareName, project_path
@@ -163,6 +164,7 @@ class TrajectoryKLProjection(LossModule):
             Defaults to ``1.0``.
 
     Raises:
+        NotImplementedError: a recurrent policy.
         ValueError: an unknown choice, ``eps <= 0``, ``init_multiplier <= 0``, ``num_paths < 1``,
             several paths without ``"target"`` or with ``"reverse"``, or ``"reverse"`` without
             ``"target"``: it needs the old network on a path of the new policy, and a batch has only
@@ -227,6 +229,8 @@ class TrajectoryKLProjection(LossModule):
         share: ShareName = "uniform",
         regression_coeff: float = 1.0,
     ) -> None:
+        # Before anything is asked of it: a policy with a recurrent part is a sequence of modules.
+        check_feed_forward(actor_network, "policy")
         if kl is None:
             kl = actor_network.module.default_kl
         for name, value, choices in (

@@ -16,6 +16,7 @@ from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import _reduce, dispatch_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_trudi.modules._feed_forward import check_feed_forward
 from torchrl_trudi.modules.chain_model import ChainModel, select_steps
 from torchrl_trudi.modules.denoising import DenoisingModel
 from torchrl_trudi.modules.distributions import gaussian_log_prob
@@ -101,6 +102,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             Defaults to ``"mean"``.
 
     Raises:
+        NotImplementedError: a recurrent network.
         ValueError: ``init_temperature <= 0``, ``aux_coeff < 0``, ``entropy_fraction`` outside
             ``(0, 1]``, or below 1 with ``reduction="none"``; an unknown ``reduction``; a trust region on
             another actor, or in ``"projection"`` mode on one that does not act projected
@@ -198,6 +200,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
                 "reduction='none' needs the entropy of every state, which "
                 f"entropy_fraction={entropy_fraction} leaves out."
             )
+        check_feed_forward(critic_network, "critic")
         if trajectory_kl is None:
             trajectory_kl = TrajectoryKLProjection(actor_network)
         elif trajectory_kl.actor_network is not actor_network:

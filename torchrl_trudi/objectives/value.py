@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModule, dispatch
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_trudi.modules._feed_forward import check_feed_forward
 from torchrl_trudi.modules.chain_model import DenoisingChain
 from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
@@ -65,6 +66,7 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         device (torch.device, optional): device of the buffers.
 
     Raises:
+        NotImplementedError: a recurrent network.
         ValueError: ``gamma`` or ``lmbda`` outside of ``[0, 1]``, ``chunk_size < 1``, or (in
             ``forward``) a padded rollout, or a next state that is not finite at a step
             that is not terminal.
@@ -132,6 +134,8 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
                 raise ValueError(f"{name} must be in [0, 1], got {rate}.")
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
+        check_feed_forward(value_network, "critic")
+        check_feed_forward(actor_network, "policy")
         super().__init__(value_network=value_network, device=device)
         self.__dict__["actor_network"] = actor_network
         self.__dict__["_temperature"] = temperature

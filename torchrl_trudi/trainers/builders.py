@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, unravel_key
 from tensordict.nn import TensorDictModule
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import KLAdaptiveLR, ValueEstimators
 
-from torchrl_trudi.envs import ChainCast, RunningObservationNorm, make_env
+from torchrl_trudi.envs import (
+    ChainCast,
+    RunningObservationNorm,
+    get_observation_keys,
+    make_env,
+)
 from torchrl_trudi.modules import (
     ChainActor,
     DiffusionActor,
@@ -25,6 +30,7 @@ from torchrl_trudi.modules import (
 )
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss, TruDiPPOLoss
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig
+from torchrl_trudi.trainers.options import nearest
 from torchrl_trudi.trainers.update import TruDiUpdate
 
 __all__ = [
@@ -80,6 +86,10 @@ def _make_env(
         normalize_action=config.env.normalize_action,
         normalize_observation=config.env.normalize_observation,
         observation_norm=observation_norm,
+        # Shared statistics have their own.
+        observation_keys=None
+        if observation_norm is not None
+        else _nested(config.env.normalize_keys),
         reward_scale=config.env.reward_scale,
         training=observation_norm is None,
         backend=config.env.backend,
@@ -89,6 +99,38 @@ def _make_env(
         on_nonfinite=config.env.on_nonfinite,
         **config.env.kwargs,
     )
+
+
+def _nested(names: list[str] | None) -> list[NestedKey] | None:
+    """Keys of entries from their names, ``"outer/inner"`` of nested ones."""
+    return None if names is None else [unravel_key(tuple(name.split("/"))) for name in names]
+
+
+def _inputs(env: EnvBase, names: list[str] | None, option: str) -> tuple[list[NestedKey], int]:
+    """Keys of the entries that a network reads, and the sum of their sizes."""
+    spec = env.observation_spec
+    entries = {key if isinstance(key, str) else "/".join(key): key for key in spec.keys(True, True)}
+    own = get_observation_keys(env)
+    chosen = [name for name, key in entries.items() if key in own] if names is None else names
+    keys, size = [], 0
+    for name in chosen:
+        if name not in entries:
+            hint = nearest(name, entries)
+            raise ConfigError(
+                f"{option}: got {name!r}, which is not an entry of the observation"
+                + (f" (did you mean {hint!r}?)" if hint else "")
+                + f", accepted: {', '.join(entries)}"
+            )
+        leaf = spec[entries[name]]
+        if leaf.ndim != spec.ndim + 1 or not leaf.dtype.is_floating_point:
+            raise ConfigError(
+                f"{option}: got {'null' if names is None else repr(name)}, and the entry {name!r} has "
+                f"the shape {tuple(leaf.shape[spec.ndim :])} and the type {leaf.dtype}; accepted: "
+                "entries that are vectors of floating-point numbers"
+            )
+        keys.append(entries[name])
+        size += leaf.shape[-1]
+    return keys, size
 
 
 def build_actor(
@@ -103,10 +145,13 @@ def build_actor(
 
     Returns:
         The policy.
+
+    Raises:
+        ConfigError: ``policy.in_keys`` names something that is not a vector of the observation.
     """
     policy = config.policy
     action_dim = env.action_spec.shape[-1]
-    obs_dim = env.observation_spec["observation"].shape[-1]
+    in_keys, obs_dim = _inputs(env, policy.in_keys, "policy.in_keys")
 
     sizes: dict[str, Any] = {
         "num_layers": policy.num_layers,
@@ -116,6 +161,7 @@ def build_actor(
         "device": device,
     }
     front: dict[str, Any] = {
+        "in_keys": in_keys,
         "spec": env.action_spec.to(device),
         **_record(config),
         "device": device,
@@ -186,10 +232,12 @@ def build_critic(
 
     Returns:
         The critic.
+
+    Raises:
+        ConfigError: ``critic.in_keys`` names something that is not a vector of the observation.
     """
     critic = config.critic
-    in_dim = env.observation_spec["observation"].shape[-1]
-    in_keys: list[NestedKey] = ["observation"]
+    in_keys, in_dim = _inputs(env, critic.in_keys, "critic.in_keys")
     of_states = config.objective.kind == "surrogate"
     if not of_states:
         in_dim += env.action_spec.shape[-1]

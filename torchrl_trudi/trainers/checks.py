@@ -166,6 +166,21 @@ def contradictions(config: TrainConfig) -> list[str]:
                 f"trust_region.num_paths: got {trust_region.num_paths}, accepted: 1 with "
                 "trust_region.direction=reverse"
             )
+    for key, names in (
+        ("env.normalize_keys", env.normalize_keys),
+        ("policy.in_keys", config.policy.in_keys),
+        ("critic.in_keys", critic.in_keys),
+    ):
+        if names is not None and not (names and len(set(names)) == len(names) and all(names)):
+            problems.append(
+                f"{key}: got {format_value(names)}, accepted: null, or names of entries of the "
+                "observation, at least one, each once"
+            )
+    if env.normalize_keys is not None and not env.normalize_observation:
+        problems.append(
+            f"env.normalize_keys: got {format_value(env.normalize_keys)}, accepted: null with "
+            "env.normalize_observation=false"
+        )
     for key, text in (("env.name", env.name), ("logger.dir", config.logger.dir)):
         if not text.strip():
             problems.append(f"{key}: got {text!r}, accepted: text that is not empty")

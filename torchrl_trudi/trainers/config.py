@@ -93,6 +93,11 @@ class EnvConfig:
         "Normalise observations by a running mean and variance, updated while collecting and "
         "frozen in evaluation.",
     )
+    normalize_keys: list[str] | None = option(
+        None,
+        "Entries of the observation to normalise, each by statistics of its own; those within others are "
+        "written outer/inner. null takes all.",
+    )
     reward_scale: float = option(
         0.1,
         "Factor on the reward the agent learns from. Logged returns are not scaled. "
@@ -162,11 +167,16 @@ class CollectorConfig:
 class PolicyConfig:
     """The policy."""
 
+    in_keys: list[str] | None = option(
+        None,
+        "Entries of the observation that the policy reads, for instance [proprio,goal/xy]; "
+        "null takes all.",
+    )
     num_steps: int = option(8, "Denoising steps per action.", ge=1)
     kind: PolicyKind = option(
         "diffusion",
         "diffusion: the action is the end of a denoising chain. gaussian: tanh of a Gaussian with "
-        "state-dependent mean and scale, through the same losses; of the policy's options it reads "
+        "state-dependent mean and scale, through the same losses; of the policy's options it reads in_keys, "
         "hidden_size, num_layers, norm, activation and init_scale, and the others have to be left at "
         "their defaults.",
         choices=("diffusion", "gaussian"),
@@ -281,8 +291,13 @@ class CriticConfig:
     kind: CriticKind = option(
         "hl_gauss",
         "hl_gauss: a histogram, by cross-entropy. mse: a scalar by squared error, with "
-        "objective.kind=surrogate; of the critic's options it reads hidden_size and num_layers.",
+        "objective.kind=surrogate; of the critic's options it reads in_keys, hidden_size and num_layers.",
         choices=("hl_gauss", "mse"),
+    )
+    in_keys: list[str] | None = option(
+        None,
+        "Entries of the observation that the critic reads besides the action; privileged ones that the "
+        "policy does not read too. null takes all.",
     )
     hidden_size: int = option(256, "Width of the critic.", ge=1)
     num_layers: int = option(2, "Linear layers of the critic's encoder and of its head.", ge=1)

@@ -247,6 +247,7 @@ def describe(leaf: Option, value: Any) -> str:
         "str": "text (str)",
         "null": "null",
         "mapping": "a mapping such as {key: value}",
+        "list": "a list such as [a, b]",
     }
     phrase = " or ".join(words.get(name, name) for name in leaf.type_name.split(" or "))
     if leaf.accepts:
@@ -301,6 +302,8 @@ def format_value(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(format_value, value))}]"
     return str(value)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import mujoco
 import numpy as np
 
+from torchrl_trudi.envs._validation import RESERVED_KEYS
 from torchrl_trudi.envs.mujoco._generators import RowGenerators
 from torchrl_trudi.envs.mujoco._physics_driver import STATE_FIELDS
 from torchrl_trudi.envs.mujoco.simulations import FieldProbe, Simulations
@@ -22,6 +23,7 @@ class TaskLayout:
     Attributes:
         fields: the fields of ``MjData`` that it reads, sorted.
         columns: of the parts of its observation, where each stands in the whole.
+        groups: of the entries of its observation, by name, where each stands in the whole.
         observation_size: numbers in an observation.
         snapshot_size: numbers in a snapshot; ``None`` if the task has none.
         initial_state_reads_derived: whether ``initial_state`` reads fields that have to be
@@ -30,6 +32,7 @@ class TaskLayout:
 
     fields: tuple[str, ...]
     columns: tuple[slice, ...]
+    groups: Mapping[str, slice]
     observation_size: int
     snapshot_size: int | None
     initial_state_reads_derived: bool
@@ -52,7 +55,9 @@ def probe_task(task: MujocoTask, model: mujoco.MjModel) -> TaskLayout:
     probe = FieldProbe(model)
     sims: Any = Simulations(probe, task.frame_skip)
     n = len(sims)
-    observation = as_parts(task.observation(sims))
+    returned = task.observation(sims)
+    names = _group_names(name, returned)
+    observation = as_parts(returned)
     snapshot = task.snapshot(sims)
     if snapshot is not None and (np.ndim(snapshot) != 2 or len(snapshot) != n):
         raise ValueError(
@@ -80,9 +85,17 @@ def probe_task(task: MujocoTask, model: mujoco.MjModel) -> TaskLayout:
             )
     widths = [part.shape[1] for part in observation]
     ends = np.cumsum(widths).tolist()
+    columns = tuple(slice(end - width, end) for end, width in zip(ends, widths, strict=True))
+    groups: dict[str, slice] = {}
+    for group, part in zip(names, columns, strict=True):
+        groups[group] = slice(groups.get(group, part).start, part.stop)
+    for group, whole in groups.items():
+        if whole.start == whole.stop:
+            raise ValueError(f"{name}.observation returns nothing under {group!r}.")
     return TaskLayout(
         fields=tuple(sorted(fields | probe.fields)),
-        columns=tuple(slice(end - width, end) for end, width in zip(ends, widths, strict=True)),
+        columns=columns,
+        groups=groups,
         observation_size=ends[-1],
         snapshot_size=None if snapshot is None else snapshot.shape[1],
         initial_state_reads_derived=bool(probe.fields.difference(STATE_FIELDS)),
@@ -133,12 +146,33 @@ def as_parts(observation: Any) -> Sequence[np.ndarray]:
     """An observation as a sequence of arrays; what is neither comes as the only part.
 
     Args:
-        observation: what a task returned.
+        observation: what a task returned; the entries of a mapping are taken in the order of their
+            names.
 
     Returns:
         Sequence[numpy.ndarray]: the parts.
     """
+    if isinstance(observation, Mapping):
+        return [part for name in sorted(observation) for part in as_parts(observation[name])]
     return observation if isinstance(observation, (tuple, list)) else [observation]
+
+
+def _group_names(name: str, observation: Any) -> list[str]:
+    """Of each part of an observation, the entry that it belongs to."""
+    if not isinstance(observation, Mapping):
+        return ["observation"] * len(as_parts(observation))
+    for group, parts in observation.items():
+        if not isinstance(group, str) or not group or isinstance(parts, Mapping):
+            raise ValueError(
+                f"{name}.observation must return arrays, or a mapping from names to arrays; got "
+                f"{type(parts).__name__} under {group!r}."
+            )
+        if group in RESERVED_KEYS:
+            raise ValueError(
+                f"{name}.observation returns an entry {group!r}, a name that the environment "
+                "writes itself."
+            )
+    return [group for group in sorted(observation) for _ in as_parts(observation[group])]
 
 
 def _check_observation(name: str, parts: Sequence[np.ndarray], n: int) -> None:

@@ -212,7 +212,12 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
         shape, device = self.batch_size, self.device
         column = (*shape, 1)
         observation = Composite(
-            observation=Unbounded(self._observations[0].shape, dtype=self.dtype, device=device),
+            {
+                group: Unbounded(
+                    (*shape, columns.stop - columns.start), dtype=self.dtype, device=device
+                )
+                for group, columns in self._layout.groups.items()
+            },
             unstable=Binary(n=1, shape=column, dtype=torch.bool, device=device),
             shape=shape,
             device=device,
@@ -317,7 +322,10 @@ class MujocoBatchEnv(CompleteOutputs, RowStates):
 
         terminated, truncated, unstable = self._ended
         data: dict[str, Any] = {
-            "observation": tensor(self._observations[0]),
+            **{
+                group: tensor(self._observations[0][:, columns])
+                for group, columns in self._layout.groups.items()
+            },
             "unstable": tensor(unstable[:, None]),
             "terminated": tensor(terminated[:, None]),
             "truncated": tensor(truncated[:, None]),

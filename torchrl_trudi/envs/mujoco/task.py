@@ -123,6 +123,8 @@ class MujocoTask(abc.ABC):
 
         Returns:
             numpy.ndarray or a sequence of them: ``[n, k]`` each, concatenated to ``"observation"``.
+            Or a mapping from names to such, each an entry of its own, for actors and critics that
+            read different ones.
         """
 
     @abc.abstractmethod

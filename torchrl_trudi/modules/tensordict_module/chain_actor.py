@@ -18,6 +18,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torchrl.data import Bounded, Composite, TensorSpec
 from torchrl.modules import SafeModule
 
+from torchrl_trudi.modules._feed_forward import check_feed_forward
 from torchrl_trudi.modules.chain_model import ChainModel, DenoisingChain, PathLogProb
 from torchrl_trudi.modules.distributions import DenoisingPath
 
@@ -164,7 +165,8 @@ class ChainActor(SafeModule):
             construction. Defaults to ``False``.
 
     Raises:
-        NotImplementedError: an unbounded or discrete ``spec``.
+        NotImplementedError: an unbounded or discrete ``spec``; a recurrent network (a recurrent module of
+            torchrl inside, or ``is_init`` or a recurrent state among the ``in_keys``).
         ValueError: a spec of another size or box than the model's, keys that coincide; a non-finite
             observation.
         KeyError: a Composite ``spec`` without the action; :meth:`get_dist` without a recorded chain.
@@ -238,6 +240,7 @@ class ChainActor(SafeModule):
         super().__init__(
             module, in_keys=in_keys, out_keys=[action.key], spec=action.spec, safe=safe
         )
+        check_feed_forward(self, "policy")
         self._observation_keys: list[NestedKey] = [unravel_key(key) for key in in_keys]
         self.action_key = action.key
         self.return_chain = return_chain

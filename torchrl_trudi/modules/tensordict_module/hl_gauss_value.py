@@ -8,6 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from tensordict.nn import TensorDictModule
 
+from torchrl_trudi.modules._feed_forward import check_feed_forward
 from torchrl_trudi.modules.hl_gauss import HLGaussCritic, HLGaussSupport
 
 __all__ = ["HLGaussValueOperator"]
@@ -30,6 +31,7 @@ class HLGaussValueOperator(TensorDictModule):
             ``("critic", "next_embedding")``.
 
     Raises:
+        NotImplementedError: a recurrent network, or recurrent states among the ``in_keys``.
         ValueError: not four ``out_keys`` (three for a critic without predictor).
 
     Examples:
@@ -61,6 +63,7 @@ class HLGaussValueOperator(TensorDictModule):
         if len(out_keys) != expected:
             raise ValueError(f"This critic has {expected} outputs, got out_keys={list(out_keys)}.")
         super().__init__(module, in_keys=list(in_keys), out_keys=list(out_keys))
+        check_feed_forward(self, "critic")
 
     @property
     def support(self) -> HLGaussSupport:

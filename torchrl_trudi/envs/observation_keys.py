@@ -1,0 +1,33 @@
+"""Which entries of an environment are observations of its task."""
+
+from __future__ import annotations
+
+from tensordict import NestedKey
+from torchrl.envs import EnvBase
+
+from torchrl_trudi.envs._validation import RESERVED_KEYS
+
+
+def get_observation_keys(env: EnvBase) -> list[NestedKey]:
+    """The entries of an observation that come from the task itself.
+
+    Counters and sums of :func:`make_env`'s transforms, flags and what domain randomisation drew are
+    not among them, though they are in ``env.observation_spec``.
+
+    Args:
+        env (EnvBase): an environment made by :func:`make_env`.
+
+    Returns:
+        list of NestedKey: ``["observation"]``, or the entries of a dictionary observation, nested
+        ones as tuples, in the order of the spec.
+
+    Examples:
+        >>> from torchrl_trudi.envs import get_observation_keys, make_env
+        >>> env = make_env("InvertedPendulum-v5")
+        >>> sorted(env.observation_spec.keys())
+        ['episode_reward', 'observation', 'step_count', 'unstable']
+        >>> get_observation_keys(env)
+        ['observation']
+    """
+    keys = env.observation_spec.keys(True, True)
+    return [key for key in keys if (key if isinstance(key, str) else key[0]) not in RESERVED_KEYS]
