@@ -153,6 +153,11 @@ def _check_action_space(name: str, space: gymnasium.Space) -> None:
         raise ValueError(f"the action space of {name!r} is {space}; {needed}.")
     if not (np.isfinite(space.low).all() and np.isfinite(space.high).all()):
         raise ValueError(f"the action space of {name!r} is unbounded, {space}; {needed}.")
+    if len(space.shape) != 1:
+        raise ValueError(
+            f"the action space of {name!r} is {space}, of shape {space.shape}; a vector is needed. "
+            "gymnasium.wrappers.TransformAction can reshape it."
+        )
 
 
 def _check_observation_space(

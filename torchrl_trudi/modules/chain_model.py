@@ -51,6 +51,33 @@ class PathLogProb(NamedTuple):
     log_det: torch.Tensor
 
 
+def inner_box(
+    low: torch.Tensor, high: torch.Tensor, reference: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds in another type, rounded towards the inside.
+
+    Rounded to the nearest, the bound of a box in float64 can lie outside of it in float32, and so
+    would actions at that bound.
+
+    Args:
+        low (torch.Tensor): lower bounds.
+        high (torch.Tensor): upper bounds.
+        reference (torch.Tensor): a tensor of the type and device wanted.
+
+    Returns:
+        tuple of torch.Tensor: the largest box of that type inside of the given one.
+    """
+    inner = []
+    for bound, towards in ((low, torch.inf), (high, -torch.inf)):
+        bound = bound.to(reference.device)
+        near = bound.to(reference.dtype)
+        outside = near.to(torch.float64) - bound.to(torch.float64)
+        outside = outside < 0 if towards > 0 else outside > 0
+        step = torch.nextafter(near, torch.full_like(near, towards))
+        inner.append(torch.where(outside, step, near))
+    return inner[0], inner[1]
+
+
 def select_steps(values: torch.Tensor, steps: slice | torch.Tensor) -> torch.Tensor:
     """Some steps of a chain: ``[*B, N, A] -> [*B, K, A]``.
 
@@ -118,9 +145,10 @@ class ChainModel(nn.Module, ABC):
             reference (torch.Tensor): a tensor with the model's device and dtype.
         """
         # Checked as the model holds them: a box can be degenerate in its dtype only.
-        low, high = (
-            torch.as_tensor(default if bound is None else bound).to(reference)
-            for bound, default in ((low, -1.0), (high, 1.0))
+        low, high = inner_box(
+            torch.as_tensor(-1.0 if low is None else low),
+            torch.as_tensor(1.0 if high is None else high),
+            reference,
         )
         for name, bound in (("low", low), ("high", high)):
             if bound.ndim > 1 or (bound.ndim == 1 and bound.shape[0] != self.action_dim):
@@ -316,6 +344,11 @@ class ChainModel(nn.Module, ABC):
         center, half = self.high / 2 + self.low / 2, self.high / 2 - self.low / 2
         # Rounding of the affine map can leave the box by one ulp.
         return torch.minimum(torch.maximum(center + half * action, self.low), self.high)
+
+    def saturation(self, action: torch.Tensor) -> torch.Tensor:
+        """Fraction of action entries within 1 % of a bound of the box, a scalar."""
+        unit = 2 * (action - self.low) / (self.high - self.low) - 1
+        return (unit.abs() > 0.98).to(action.dtype).mean()
 
     def log_volume(self) -> torch.Tensor:
         r"""Log-Jacobian of the map from the unit box: :math:`\sum_i \log\frac{h_i - l_i}{2}`, a scalar.

@@ -257,6 +257,9 @@ class HLGaussCritic(nn.Module):
 
     def _evaluate(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedding and logits."""
+        # An action comes in the type of its spec, which may be another one than that of the network.
+        dtype = self.prior_logits.dtype
+        inputs = tuple(x.to(dtype) if x.dtype == torch.float64 != dtype else x for x in inputs)
         features = torch.cat(inputs, -1) if len(inputs) > 1 else inputs[0]
         if features.shape[-1] != self.in_dim:
             raise ValueError(

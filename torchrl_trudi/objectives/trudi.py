@@ -554,7 +554,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         objective, running, action = self._objective(tensordict, noise)
         kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
         loss = self.trajectory_kl.combine(objective, kl)
-        return loss, running.detach(), self._saturation(action.detach()), kl
+        return loss, running.detach(), self.actor_network.module.saturation(action.detach()), kl
 
     def _gated_actor_parts(
         self, tensordict: TensorDictBase, noise: torch.Tensor | None
@@ -584,7 +584,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             objective, part_running, action = self._objective(part[within], noise[within])
             losses.append(objective)
             runnings.append(part_running.detach())
-            saturation = len(within) * self._saturation(action.detach())
+            saturation = len(within) * self.actor_network.module.saturation(action.detach())
         if len(beyond):
             part = tensordict[beyond]
             if samples_steps:
@@ -608,7 +608,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
                 # Their mean stands for those that were not drawn.
                 running = running.mean().expand(len(beyond))
             runnings.append(running)
-            saturation = saturation + len(beyond) * self._saturation(action)
+            saturation = saturation + len(beyond) * self.actor_network.module.saturation(action)
         order = torch.cat([within, beyond])
 
         def in_order(parts: torch.Tensor) -> torch.Tensor:
@@ -617,12 +617,6 @@ class TruDiLoss(ActorCriticParameters, LossModule):
 
         kl = PathKL(*(in_order(part) for part in kl))
         return in_order(torch.cat(losses)), in_order(torch.cat(runnings)), saturation / size, kl
-
-    def _saturation(self, action: torch.Tensor) -> torch.Tensor:
-        """Fraction of action entries within 1 % of a bound of the box."""
-        low, high = self.actor_network.module.low, self.actor_network.module.high
-        unit = 2 * (action - low) / (high - low) - 1
-        return (unit.abs() > 0.98).to(action.dtype).mean()
 
     def critic_loss(self, tensordict: TensorDictBase) -> TensorDict:
         """Loss of the critic.

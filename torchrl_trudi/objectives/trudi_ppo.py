@@ -238,7 +238,15 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
                 "loss_trajectory_kl",
                 "loss_kl_multiplier",
                 *self.trajectory_kl.metric_keys,
-                *("entropy", "clip_fraction", "kl_approx", "ESS", "max_ratio", "mean_ratio"),
+                *(
+                    "entropy",
+                    "saturation_fraction",
+                    "clip_fraction",
+                    "kl_approx",
+                    "ESS",
+                    "max_ratio",
+                    "mean_ratio",
+                ),
             ]
             if self._has_critic:
                 keys.append("loss_critic")
@@ -312,11 +320,18 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
                 "loss_kl_multiplier": trust_region.multiplier_loss(kl),
                 **trust_region.metrics(kl),
                 "entropy": entropy.detach().mean(),
+                "saturation_fraction": self._saturation(tensordict),
                 "clip_fraction": clip_fraction,
                 "kl_approx": kl_approx.detach().mean(),
                 **_ratio_metrics(self._over_steps(acted.detach())),
             }
         )
+
+    def _saturation(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Of the recorded actions, see :meth:`ChainModel.saturation`."""
+        chain = tensordict.get(self.trajectory_kl.tensor_keys.chain)
+        model = self.actor_network.module
+        return model.saturation(model.squash(chain[..., -1, :].detach()))
 
     def _over_steps(self, values: torch.Tensor) -> torch.Tensor:
         """The path's sum, where there is an entry for each step: ``[*B, N, 1]`` to ``[*B, 1]``."""

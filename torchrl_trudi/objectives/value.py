@@ -310,7 +310,9 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         last = torch.zeros_like(done)
         last.select(time, -1).fill_(True)
         fresh = (done | last).flatten().nonzero().squeeze(-1)
-        action = tensordict.get(action_key).roll(-1, time).flatten(0, -2)
+        # In the type of the policy, which that of the action space need not be.
+        action = tensordict.get(action_key).to(self.actor_network.module.low.dtype)
+        action = action.roll(-1, time).flatten(0, -2)
         log_prob = log_prob.roll(-1, time).flatten(0, -2)
         action[fresh], log_prob[fresh] = self._sample(flat[fresh])
         flat.set(action_key, action).set("log_prob", log_prob)

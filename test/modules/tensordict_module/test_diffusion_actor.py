@@ -603,5 +603,10 @@ class TestTransforms:
         assert torch.equal(target(td.copy())["action"], expected)
 
     def test_to_another_dtype(self, make):
-        actor = make(spec=box(dtype=torch.float32), dtype=torch.float32).double()
-        assert actor(data(5))["action"].dtype == torch.float64
+        options = {"dtype": torch.float32, "return_chain": True}
+        actor = make(spec=box(dtype=torch.float32), **options).double()
+        out = actor(data(5))
+        assert out["denoising", "chain"].dtype == torch.float64
+        # The environment is still the same one.
+        assert out["action"].dtype == torch.float32
+        assert make(**options).double()(data(5))["action"].dtype == torch.float64

@@ -19,7 +19,12 @@ from torchrl.data import Bounded, Composite, TensorSpec
 from torchrl.modules import SafeModule
 
 from torchrl_trudi.modules._feed_forward import check_feed_forward
-from torchrl_trudi.modules.chain_model import ChainModel, DenoisingChain, PathLogProb
+from torchrl_trudi.modules.chain_model import (
+    ChainModel,
+    DenoisingChain,
+    PathLogProb,
+    inner_box,
+)
 from torchrl_trudi.modules.distributions import DenoisingPath
 
 __all__ = ["ChainActor"]
@@ -29,7 +34,7 @@ def action_bounds(spec: TensorSpec) -> tuple[torch.Tensor, torch.Tensor]:
     """Bounds ``[A]`` of a box action spec, batched or not.
 
     Args:
-        spec (TensorSpec): the action spec.
+        spec (TensorSpec): the action spec; all dimensions but the last are those of a batch.
 
     Returns:
         tuple of torch.Tensor: ``low`` and ``high``, each ``[A]``.
@@ -140,7 +145,8 @@ class ChainActor(SafeModule):
 
     Keyword Args:
         spec (TensorSpec, optional): action spec (or a Composite holding it): a bounded
-            floating-point box. Defaults to ``None``.
+            floating-point box. The action is written in its type, whatever that of the network.
+            Defaults to ``None``.
         return_chain (bool, optional): write the chain ``[*B, N + 1, A]``. Defaults to ``False``.
         return_dist_params (bool, optional): write the kernels' means and scales, ``[*B, N, A]``.
             Defaults to ``False``.
@@ -230,19 +236,22 @@ class ChainActor(SafeModule):
         if event_dims not in (1, 2):
             raise ValueError(f"event_dims must be 1 (per step) or 2 (path), got {event_dims}.")
         action = action_entry(spec, out_keys, module.action_dim)
-        for name, given in (("low", action.low), ("high", action.high)):
-            own = getattr(module, name)
-            if given is not None and not torch.equal(own, given.to(own)):
-                raise ValueError(
-                    f"The model's action box is not that of the spec: its {name} is "
-                    f"{own.tolist()}, the spec's {given.tolist()}."
-                )
+        if action.low is not None and action.high is not None:
+            box = inner_box(action.low, action.high, module.low)
+            for name, given in zip(("low", "high"), box, strict=True):
+                own = getattr(module, name)
+                if not torch.equal(own, given):
+                    raise ValueError(
+                        f"The model's action box is not that of the spec: its {name} is "
+                        f"{own.tolist()}, the spec's {given.tolist()}."
+                    )
         super().__init__(
             module, in_keys=in_keys, out_keys=[action.key], spec=action.spec, safe=safe
         )
         check_feed_forward(self, "policy")
         self._observation_keys: list[NestedKey] = [unravel_key(key) for key in in_keys]
         self.action_key = action.key
+        self._action_dtype = None if action.low is None else action.low.dtype
         self.return_chain = return_chain
         self.return_dist_params = return_dist_params
         self.return_log_prob = return_log_prob
@@ -413,7 +422,11 @@ class ChainActor(SafeModule):
         self, tensordict: TensorDictBase, observation: torch.Tensor, chain: DenoisingChain
     ) -> TensorDictBase:
         keys = self.tensor_keys
-        tensordict.set(self.action_key, self.module.squash(chain.latents[..., -1, :]))
+        action = self.module.squash(chain.latents[..., -1, :])
+        if self._action_dtype is not None:
+            # That of the spec, which may be another one than that of the network.
+            action = action.to(self._action_dtype)
+        tensordict.set(self.action_key, action)
         if self.return_chain:
             tensordict.set(keys.chain, chain.latents)
         if self.return_dist_params:
