@@ -73,8 +73,9 @@ def inner_box(
         near = bound.to(reference.dtype)
         outside = near.to(torch.float64) - bound.to(torch.float64)
         outside = outside < 0 if towards > 0 else outside > 0
-        step = torch.nextafter(near, torch.full_like(near, towards))
-        inner.append(torch.where(outside, step, near))
+        if outside.any():
+            near = torch.where(outside, torch.nextafter(near, torch.full_like(near, towards)), near)
+        inner.append(near)
     return inner[0], inner[1]
 
 
