@@ -310,11 +310,11 @@ class SoftTDLambdaEstimator(ValueEstimatorBase):
         last = torch.zeros_like(done)
         last.select(time, -1).fill_(True)
         fresh = (done | last).flatten().nonzero().squeeze(-1)
+        drawn, drawn_log_prob = self._sample(flat[fresh])
         # In the type of the policy, which that of the action space need not be.
-        action = tensordict.get(action_key).to(self.actor_network.module.low.dtype)
-        action = action.roll(-1, time).flatten(0, -2)
+        action = tensordict.get(action_key).to(drawn.dtype).roll(-1, time).flatten(0, -2)
         log_prob = log_prob.roll(-1, time).flatten(0, -2)
-        action[fresh], log_prob[fresh] = self._sample(flat[fresh])
+        action[fresh], log_prob[fresh] = drawn, drawn_log_prob
         flat.set(action_key, action).set("log_prob", log_prob)
         return flat.reshape(states.batch_size)
 
