@@ -204,14 +204,16 @@ def train(config: TrainConfig) -> Path:
 
         saved = progress["frames"]
 
-        def save(value: float | None = None) -> None:
+        def save(value: float | None = None, *, last: bool = False) -> None:
             nonlocal saved
-            saved = progress["frames"]
             try:
-                checkpoints.save(saved, config, value=value)
+                checkpoints.save(progress["frames"], config, value=value)
+                saved = progress["frames"]
             except OSError as error:
+                if last:
+                    raise
                 # Not the end of the run: the checkpoints before it are whole.
-                log.error("checkpoint at %d frames failed: %s", saved, error)
+                log.error("checkpoint at %d frames failed: %s", progress["frames"], error)
 
         def due(interval: int) -> bool:
             """Whether this iteration passed a multiple of the interval."""
@@ -302,8 +304,8 @@ def train(config: TrainConfig) -> Path:
                 value = evaluation["eval/return_deterministic"]
             if finished or due(config.logger.checkpoint_interval):
                 save(value)
-        if saved < progress["frames"]:  # told to stop
-            save()
+        if saved < progress["frames"]:  # told to stop, or it failed
+            save(last=True)
 
     curve: Path | str = run_dir / "learning_curve.png"
     try:
