@@ -64,6 +64,21 @@ def test_a_row_with_nan_is_left_out(example, kind, tmp_path):
             assert all(map(math.isfinite, values)), name
 
 
+def test_gae_does_not_look_at_it(example, tmp_path, monkeypatch):
+    from torchrl.objectives.value import GAE
+
+    forward, seen = GAE.forward, []
+
+    def spy(self, tensordict, *args, **kwargs):
+        seen.append(tensordict["next"].select("done", "quarantined").clone())
+        return forward(self, tensordict, *args, **kwargs)
+
+    monkeypatch.setattr(GAE, "forward", spy)
+    example.train(tiny(tmp_path, env={"kwargs": {"row": 2}}, objective={"kind": "surrogate"}))
+    before = seen[0]["quarantined"][:, 1:]
+    assert before.any() and seen[0]["done"][:, :-1][before].all()
+
+
 def test_raise(example, tmp_path):
     config = tiny(tmp_path, env={"kwargs": {"row": 2}, "on_nonfinite": "raise"})
     with pytest.raises(FloatingPointError, match="non-finite 'observation'"):
