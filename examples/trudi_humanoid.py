@@ -4,6 +4,7 @@
     python examples/trudi_humanoid.py task=halfcheetah seed=3 collector.total_frames=400_000
     python examples/trudi_humanoid.py policy=gaussian objective=surrogate trust_region.mode=none
     python examples/trudi_humanoid.py task=halfcheetah arm=reppo
+    torchrun --nproc-per-node=2 examples/trudi_humanoid.py
 
 Every option: ``python examples/trudi_humanoid.py --help``.
 """
@@ -29,7 +30,6 @@ from torchrl_trudi.trainers import (
     exit_on_config_error,
     make_run_dir,
     register_configs,
-    resolve_device,
     resumed_config,
     validate,
 )
@@ -38,10 +38,11 @@ CONFIG_DIR = Path(__file__).parent / "config"
 log = logging.getLogger(__name__)
 
 
-def summarize(rollout, metrics, num_minibatches: int) -> dict[str, float]:
+def summarize(rollout, metrics, num_minibatches: int, ranks) -> dict[str, float]:
     """Means over the updates of an iteration, and over the episodes that ended in its rollout."""
     import torch
 
+    metrics = ranks.reduce_metrics(metrics)
     # Steps that were skipped, episodes that a fault ended and the targets there mean nothing.
     made = metrics.get("skipped") + metrics.get("skipped_critic") == 0
     means = metrics.exclude("skipped", "skipped_critic")[made].mean(0)
@@ -50,16 +51,17 @@ def summarize(rollout, metrics, num_minibatches: int) -> dict[str, float]:
     quarantined = rollout.get(("next", "quarantined"), None)
     if quarantined is not None:
         done, target = done & ~quarantined, target[~quarantined]
-        means["quarantined"] = quarantined.sum()
-    episodes = done.sum()
-    means["value_target"] = target.mean()
+        means["quarantined"] = ranks.sum(quarantined.sum())
+    episodes = ranks.sum(done.sum())
+    count = target.new_tensor(target.numel())
+    means["value_target"] = ranks.sum(target.sum()) / ranks.sum(count)
     for name, key in (("return", "episode_reward"), ("length", "step_count")):
         # 0 / 0 = NaN if no episode ended.
-        means[name] = (rollout.get(("next", key)) * done).sum() / episodes
+        means[name] = ranks.sum((rollout.get(("next", key)) * done).sum()) / episodes
     if "unstable" in rollout:  # MujocoBatchEnv: simulations that diverged
-        means["unstable"] = rollout.get(("next", "unstable")).sum()
+        means["unstable"] = ranks.sum(rollout.get(("next", "unstable")).sum())
     for field, draws in rollout.get("randomization", {}).items():
-        means[f"randomization_{field}"] = draws.mean()
+        means[f"randomization_{field}"] = ranks.mean(draws.mean())
     names, values = [], []
     for name, value in means.items():
         names += [f"{name}/{i}" for i in range(value.numel())] if value.ndim else [name]
@@ -69,6 +71,15 @@ def summarize(rollout, metrics, num_minibatches: int) -> dict[str, float]:
 
 def train(config: TrainConfig) -> Path:
     """Train and return the run directory."""
+    from torchrl_trudi.trainers.distributed import Ranks
+
+    # One process, or those that torchrun started, each of which goes through all that follows.
+    with Ranks(config.device, timeout_s=config.distributed.timeout_s) as ranks:
+        return train_rank(config, ranks)
+
+
+def train_rank(config: TrainConfig, ranks) -> Path:
+    """What one process does of a run: all of it, if it is the only one."""
     # Imported here, so that --help and a misspelt option answer at once.
     import torch
     from torchrl.checkpoint import GlobalRNGState
@@ -91,19 +102,25 @@ def train(config: TrainConfig) -> Path:
     )
     from torchrl_trudi.trainers.checkpoints import RunCheckpoints
     from torchrl_trudi.trainers.collector_state import CollectorState
+    from torchrl_trudi.trainers.rank_share import share_of
+    from torchrl_trudi.trainers.rank_states import RankStates
     from torchrl_trudi.trainers.run_dir import lock_run
+    from torchrl_trudi.trainers.shared_statistics import SharedStatistics
     from torchrl_trudi.trainers.skips import SkipMonitor
     from torchrl_trudi.trainers.stop_request import StopRequest
     from torchrl_trudi.trainers.update import keep_settings
 
-    device = resolve_device(config.device)
+    device = ranks.device
+    # This process's part of environments, frames and minibatches, and its own seed.
+    share = share_of(config, ranks)
     # PyTorch counts the host's CPUs, of which a container may have a few.
     torch.set_num_threads(config.num_threads or min(torch.get_num_threads(), available_cpus()))
-    torch.manual_seed(config.seed)
+    torch.manual_seed(share.seed)
 
     # The parts. Nothing is written before all of them could be built.
-    env = build_env(config)
+    env = build_env(share)
     norm = get_observation_norm(env) if config.env.normalize_observation else None
+    statistics = SharedStatistics(norm, ranks)
     eval_env = build_env(
         config,
         num_envs=max(1, config.logger.eval_episodes),
@@ -113,12 +130,13 @@ def train(config: TrainConfig) -> Path:
     actor = build_actor(config, env, device)
     critic = build_critic(config, env, device)
     loss = build_loss(config, actor, critic)
-    update = build_update(config, loss)
+    ranks.broadcast([*loss.parameters(), *loss.buffers()])
+    update = build_update(config, loss, ranks)
     lr_schedule = build_lr_schedule(config, update)
     buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(config.collector.frames_per_batch, device=device),
+        storage=LazyTensorStorage(share.collector.frames_per_batch, device=device),
         sampler=SamplerWithoutReplacement(),
-        batch_size=config.collector.frames_per_batch // config.optim.num_minibatches,
+        batch_size=share.collector.frames_per_batch // config.optim.num_minibatches,
         transform=build_buffer_transform(config),
     )
     progress: dict[str, Any] = {"frames": 0, "iterations": 0, "seconds": 0.0}
@@ -132,7 +150,7 @@ def train(config: TrainConfig) -> Path:
     collector = Collector(
         env,
         actor,
-        frames_per_batch=config.collector.frames_per_batch,
+        frames_per_batch=share.collector.frames_per_batch,
         total_frames=-1,
         policy_device=device,
         env_device="cpu",
@@ -143,20 +161,25 @@ def train(config: TrainConfig) -> Path:
         auto_register_policy_transforms=False,
     )
     place = CollectorState(collector, env)
-    components |= {"collector": place, "progress": progress, "rng": GlobalRNGState()}
+    states = RankStates(ranks, {"collector": place, "rng": GlobalRNGState()})
+    components |= {"progress": progress, **states.components()}
 
     # A new directory, or that of the run to be continued.
-    run_dir = make_run_dir(config.logger.dir, config, config.resume)
+    run_dir = ranks.on_main(lambda: make_run_dir(config.logger.dir, config, config.resume))
     with contextlib.ExitStack() as stack:
         stack.callback(collector.shutdown)
-        stack.enter_context(lock_run(run_dir))
+        ranks.on_main(lambda: stack.enter_context(lock_run(run_dir)))
         checkpoints = RunCheckpoints(
-            run_dir / "checkpoints", components, keep_last=config.logger.keep_checkpoints
+            run_dir / "checkpoints",
+            components,
+            keep_last=config.logger.keep_checkpoints,
+            num_ranks=ranks.world_size,
         )
         if config.resume is not None:
             optims = (update.optim_actor, update.optim_critic)
             with keep_settings(*optims, states={"lr"} if lr_schedule else ()):
                 checkpoints.load(map_location=device)
+            statistics.restart()
             if progress["frames"] >= config.collector.total_frames:
                 raise ConfigError(
                     f"resume: {run_dir} has {progress['frames']} frames already; ask for more "
@@ -164,17 +187,21 @@ def train(config: TrainConfig) -> Path:
                 )
             if not place.restored:
                 # Otherwise every resumed run would begin with the same episodes as the first.
-                env.set_seed(config.seed + progress["frames"])
+                env.set_seed(share.seed + progress["frames"])
                 collector.reset()
-        writer = ScalarWriter(run_dir, resume_from=progress["frames"] if config.resume else None)
-        stack.callback(writer.close)
+                if not ranks.is_main:  # whose random numbers went on
+                    torch.manual_seed(share.seed + progress["frames"])
+        if ranks.is_main:
+            resume_from = progress["frames"] if config.resume else None
+            writer = ScalarWriter(run_dir, resume_from=resume_from)
+            stack.callback(writer.close)
         stack.callback(lambda: eval_env.is_closed or eval_env.close())
         bar = stack.enter_context(
             tqdm(
                 total=config.collector.total_frames,
                 initial=progress["frames"],
                 unit="frame",
-                disable=not config.logger.progress,
+                disable=not (config.logger.progress and ranks.is_main),
             )
         )
         stop = stack.enter_context(StopRequest())
@@ -206,6 +233,8 @@ def train(config: TrainConfig) -> Path:
 
         def save(value: float | None = None, *, last: bool = False) -> None:
             nonlocal saved
+            if not ranks.is_main:
+                return
             try:
                 checkpoints.save(progress["frames"], config, value=value)
                 saved = progress["frames"]
@@ -226,9 +255,11 @@ def train(config: TrainConfig) -> Path:
         skips = SkipMonitor(config.optim.max_consecutive_skips)
         skips.streak = progress.get("skipped_in_a_row", 0)
         batches = iter(collector)
-        while progress["frames"] < config.collector.total_frames and not stop:
+        stopping = False
+        while progress["frames"] < config.collector.total_frames and not stopping:
             start = time.perf_counter()
             data = next(batches)
+            statistics.merge()
             collected = time.perf_counter()
 
             # Targets of the whole rollout, then minibatches of single transitions.
@@ -253,17 +284,18 @@ def train(config: TrainConfig) -> Path:
                         metrics.append(step)
                 if stop_kl is not None and not stopped:
                     epoch = metrics[-config.optim.num_minibatches :]
-                    mean_kl = torch.stack([each["kl"] for each in epoch]).nanmean()
-                    stopped = bool(mean_kl > stop_kl)
+                    kl = torch.stack([each["kl"] for each in epoch]).nanmean()
+                    stopped = bool(ranks.mean(kl) > stop_kl)
 
             # All scalars of the iteration, in one transfer from the device.
-            scalars = summarize(data, torch.stack(metrics), config.optim.num_minibatches)
+            scalars = summarize(data, torch.stack(metrics), config.optim.num_minibatches, ranks)
             if math.isfinite(scalars["train/return"]):
                 train_return = scalars["train/return"]
             else:  # no episode ended
                 del scalars["train/return"], scalars["train/length"]
             seconds = time.perf_counter() - start
-            progress["frames"] += data.numel()
+            frames = ranks.world_size * data.numel()
+            progress["frames"] += frames
             progress["iterations"] += 1
             progress["seconds"] += seconds
             scalars.update({f"train/{k}": v for k, v in skips.end_iteration().items()})
@@ -276,37 +308,46 @@ def train(config: TrainConfig) -> Path:
                     lr_schedule.step(scalars["train/kl_last_epoch"])
                 (scalars["train/lr"],) = lr_schedule.get_last_lr()
             scalars["time/seconds"] = progress["seconds"]
-            scalars["time/frames_per_second"] = data.numel() / seconds
+            scalars["time/frames_per_second"] = frames / seconds
             scalars["time/collection_fraction"] = (collected - start) / seconds
             try:
-                writer.write(progress["frames"], scalars)
+                if ranks.is_main:
+                    writer.write(progress["frames"], scalars)
             except OSError:
                 save()  # where the checkpoints are there may still be room
                 raise
             if skips.exceeded:
-                frames, report = progress["frames"], run_dir / "skipped_batch.json"
-                skips.write_report(report, frames=frames)
+                states.gather()
+                if ranks.is_main:
+                    skips.write_report(run_dir / "skipped_batch.json", frames=progress["frames"])
                 save()
                 raise FloatingPointError(
                     f"{skips.max_consecutive} minibatches in a row have a loss or gradient that is not "
-                    f"finite, at {frames} frames: see {report}. The parameters from before are in "
-                    f"the checkpoint of {run_dir}."
+                    f"finite, at {progress['frames']} frames: see skipped_batch.json in {run_dir}. The "
+                    "parameters from before are in its checkpoint."
                 )
-            bar.update(data.numel())
+            bar.update(frames)
             bar.set_postfix(
                 ret=f"{train_return:.0f}", kl=f"{scalars['train/kl']:.3f}", refresh=False
             )
 
             finished = progress["frames"] >= config.collector.total_frames
             value = None
-            if config.logger.eval_episodes and (finished or due(config.logger.eval_interval)):
+            evaluates = config.logger.eval_episodes and (
+                finished or due(config.logger.eval_interval)
+            )
+            if evaluates and ranks.is_main:
                 evaluation = log_evaluation()
                 value = evaluation["eval/return_deterministic"]
-            if finished or due(config.logger.checkpoint_interval):
+            stopping = ranks.any(bool(stop))
+            if finished or stopping or due(config.logger.checkpoint_interval):
+                states.gather()
                 save(value)
         if saved < progress["frames"]:  # told to stop, or it failed
             save(last=True)
 
+    if not ranks.is_main:
+        return run_dir
     curve: Path | str = run_dir / "learning_curve.png"
     try:
         plot_learning_curve(run_dir, curve, title=config.env.name)
@@ -326,6 +367,8 @@ def train(config: TrainConfig) -> Path:
     }
     if stop.signal is not None:
         lines["stopped"] = f"by {stop.signal.name}; resume={run_dir} goes on"
+    elif stopping:
+        lines["stopped"] = f"by a signal to another process; resume={run_dir} goes on"
     print("\n".join(f"{name:>20}: {value}" for name, value in lines.items()))
     return run_dir
 

@@ -18,13 +18,21 @@ def available_cpus() -> int:
 
     The smallest of its CPU affinity and, on Linux, the quotas of its control group and those above it,
     rounded up: a container is given CPU time, not CPUs, and ``os.cpu_count()`` shows it those of its
-    host. More threads than that take turns, which makes parallel loops slower than one thread.
+    host. More threads than that take turns, which makes parallel loops slower than one thread. Of the
+    processes that ``torchrun`` starts on a machine, each gets an equal part.
     """
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
     else:
         count = os.cpu_count() or 1
-    return max(1, min([count, *map(math.ceil, _quotas())]))
+    count = min([count, *map(math.ceil, _quotas())])
+    return max(1, count // _local_processes())
+
+
+def _local_processes() -> int:
+    """How many processes of this job share the machine."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else 1
 
 
 def _quotas() -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,7 +70,8 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         clip_epsilon (float or tuple of float, optional): clip range of the ratio. Defaults to ``0.2``.
         entropy_coeff (float, optional): weight :math:`c`. Defaults to ``0.0``, which leaves the entropy out
             of the loss and logs it.
-        normalize_advantage (bool, optional): standardise the advantage over the batch.
+        normalize_advantage (bool, optional): standardise the advantage over the batch; over those of all
+            processes, if the attribute ``sum_over_ranks`` is set.
             Defaults to ``True``.
         critic_coeff (float, optional): weight of the critic's loss. Defaults to ``1.0``.
         loss_critic_type (str, optional): ``"l1"``, ``"l2"`` or ``"smooth_l1"``, for a critic without
@@ -130,6 +132,7 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
     trajectory_kl: TrajectoryKLProjection
     _in_keys: list[NestedKey] | None
     _out_keys: list[NestedKey] | None
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -332,6 +335,25 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         chain = tensordict.get(self.trajectory_kl.tensor_keys.chain)
         model = self.actor_network.module
         return model.saturation(model.squash(chain[..., -1, :].detach()))
+
+    def _standardize_advantage(
+        self, advantage: torch.Tensor, tensordict: TensorDictBase
+    ) -> torch.Tensor:
+        reduce = self.sum_over_ranks
+        if reduce is None:
+            return super()._standardize_advantage(advantage, tensordict)
+        if self.normalize_advantage_exclude_dims or "shifted_valid" in tensordict:
+            raise ValueError(
+                "sum_over_ranks standardises over all entries of the batch: without "
+                "normalize_advantage_exclude_dims and without a mask."
+            )
+        # The same numbers as upstream's on the batches of all ranks, one after the other.
+        count, total = reduce(
+            torch.stack([advantage.new_tensor(advantage.numel()), advantage.sum()])
+        )
+        centered = advantage - total / count
+        variance = reduce(centered.square().sum()) / (count - 1)
+        return centered / variance.sqrt().clamp_min(torch.finfo(torch.float).resolution)
 
     def _over_steps(self, values: torch.Tensor) -> torch.Tensor:
         """The path's sum, where there is an entry for each step: ``[*B, N, 1]`` to ``[*B, 1]``."""

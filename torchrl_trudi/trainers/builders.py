@@ -31,6 +31,7 @@ from torchrl_trudi.modules import (
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss, TruDiPPOLoss
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig
 from torchrl_trudi.trainers.options import nearest
+from torchrl_trudi.trainers.distributed import Ranks
 from torchrl_trudi.trainers.update import TruDiUpdate
 
 __all__ = [
@@ -333,12 +334,15 @@ def build_buffer_transform(config: TrainConfig) -> ChainCast | None:
     return None if name == "float32" else ChainCast(getattr(torch, name))
 
 
-def build_update(config: TrainConfig, loss: TruDiLoss | TruDiPPOLoss) -> TruDiUpdate:
+def build_update(
+    config: TrainConfig, loss: TruDiLoss | TruDiPPOLoss, ranks: Ranks | None = None
+) -> TruDiUpdate:
     """The optimisers, and the step that each minibatch takes with them.
 
     Args:
         config: the checked configuration.
         loss: the losses.
+        ranks: the processes that step together, if there are several: on means over all of them.
 
     Returns:
         The step; its optimisers are ``update.optim_actor`` and ``update.optim_critic``.
@@ -353,6 +357,11 @@ def build_update(config: TrainConfig, loss: TruDiLoss | TruDiPPOLoss) -> TruDiUp
     # One kernel over all parameters instead of some per parameter.
     settings: dict[str, Any] = {"fused": True, "capturable": optim.cudagraphs}
     critic = loss.critic_parameters()
+    reduce_gradients = None
+    if ranks is not None and ranks.several:
+        reduce_gradients = ranks.average_gradients
+        if isinstance(loss, TruDiPPOLoss):
+            loss.sum_over_ranks = ranks.sum
     try:
         return TruDiUpdate(
             loss,
@@ -362,6 +371,7 @@ def build_update(config: TrainConfig, loss: TruDiLoss | TruDiPPOLoss) -> TruDiUp
             compile=optim.compile,
             autocast_dtype=torch.bfloat16 if optim.autocast else None,
             cudagraphs=optim.cudagraphs,
+            reduce_gradients=reduce_gradients,
         )
     except ValueError as error:
         raise ConfigError(f"optim: {error}") from error

@@ -26,6 +26,9 @@ this number."""
 _NEW_IN_2 = {"collector"}
 """Components that a checkpoint of version 1 does not have."""
 
+_OF_A_RANK = {"collector", "ranks"}
+"""Components that fit one number of processes."""
+
 
 class RunCheckpoints:
     """Saves and restores the parts of a run, in ``RUN/checkpoints``.
@@ -44,6 +47,9 @@ class RunCheckpoints:
 
     Keyword Args:
         keep_last (int, optional): newest checkpoints kept. Defaults to ``3``.
+        num_ranks (int, optional): processes of the run. The state of the environments is that of one
+            number of them: with another one new episodes start, and a warning says so.
+            Defaults to ``1``.
 
     Examples:
         >>> import tempfile, torch
@@ -60,10 +66,16 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, directory: str | Path, components: Mapping[str, Any], *, keep_last: int = 3
+        self,
+        directory: str | Path,
+        components: Mapping[str, Any],
+        *,
+        keep_last: int = 3,
+        num_ranks: int = 1,
     ) -> None:
         self._checkpoint = Checkpoint(**components, format="archive")
         self._names = set(components)
+        self._num_ranks = num_ranks
         self._rotation = CheckpointRotation(
             directory, keep_last=keep_last, keep_best=("return", "max")
         )
@@ -112,6 +124,8 @@ class RunCheckpoints:
             "frames": step,
             "config": dataclasses.asdict(config),
         }
+        if self._num_ranks > 1:
+            metadata["ranks"] = self._num_ranks
         if value is not None:
             metadata["return"] = float(value)
         try:
@@ -171,14 +185,25 @@ class RunCheckpoints:
 
     def _load(self, path: Path, map_location: Any) -> None:
         manifest = Checkpoint.manifest(path)
-        version = manifest.get("metadata", {}).get("format", 1)
+        metadata = manifest.get("metadata", {})
+        version, num_ranks = metadata.get("format", 1), metadata.get("ranks", 1)
         if version > FORMAT_VERSION:
             raise ConfigError(
                 f"resume: {path} has format {version}, this version of torchrl_trudi reads up to "
                 f"{FORMAT_VERSION}: update it"
             )
         absent = _NEW_IN_2 if version < 2 else set()
-        if absent & self._names:
+        if num_ranks != self._num_ranks:
+            absent = absent | _OF_A_RANK
+            if version >= 2:
+                _log.warning(
+                    "resume: %s was saved by %d process(es), and goes on with %d: the environments start "
+                    "new episodes",
+                    path.name,
+                    num_ranks,
+                    self._num_ranks,
+                )
+        if version < 2 and absent & self._names:
             _log.warning(
                 "resume: %s is of an older version, without the state of the environments: they "
                 "start new episodes",

@@ -56,6 +56,7 @@ __all__ = [
     "CollectorConfig",
     "ConfigError",
     "CriticConfig",
+    "DistributedConfig",
     "EnvConfig",
     "LoggerConfig",
     "ObjectiveConfig",
@@ -433,6 +434,18 @@ class LoggerConfig:
 
 
 @dataclasses.dataclass
+class DistributedConfig:
+    """Several processes, started by torchrun."""
+
+    timeout_s: float = option(
+        600.0,
+        "Seconds that a process waits for the others before the job ends with an error: more than an "
+        "evaluation, or a compilation, takes.",
+        gt=0,
+    )
+
+
+@dataclasses.dataclass
 class TrainConfig:
     """A training run."""
 
@@ -455,6 +468,7 @@ class TrainConfig:
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     logger: LoggerConfig = dataclasses.field(default_factory=LoggerConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
 
 
 def validate(config: TrainConfig | DictConfig | Mapping[str, Any]) -> TrainConfig:

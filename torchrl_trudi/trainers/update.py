@@ -78,13 +78,18 @@ class TruDiUpdate:
             be ``capturable`` and ``fused``, the policy on a CUDA device. The graph holds the learning rates as they
             are at the third call, unless they are tensors, and the optimisers' state as it lies in
             memory: load a checkpoint before. Defaults to ``False``.
+        reduce_gradients (Callable, optional): called with the list of parameters between their
+            backward pass and the clipping, such as
+            :meth:`~torchrl_trudi.trainers.distributed.Ranks.average_gradients`. Not with CUDA graphs.
+            Defaults to ``None``.
 
     Attributes:
         warmup_seconds (float or None): duration of the first call if something was compiled in it.
 
     Raises:
         ValueError: an optimiser of other parameters; ``max_grad_norm <= 0``; an ``autocast_dtype`` that needs a gradient scaler; CUDA
-            graphs of a policy on another device, or with optimisers that are not capturable and fused.
+            graphs of a policy on another device, with optimisers that are not capturable and fused, or
+            with ``reduce_gradients``.
         TypeError: ``compile`` is no bool or dict.
         RuntimeError: a learning rate that changed after the CUDA graph was captured.
 
@@ -121,6 +126,7 @@ class TruDiUpdate:
         compile: bool | dict[str, Any] = False,
         autocast_dtype: torch.dtype | None = None,
         cudagraphs: bool = False,
+        reduce_gradients: Callable[[list[nn.Parameter]], None] | None = None,
     ) -> None:
         if not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive, got {max_grad_norm}.")
@@ -143,6 +149,10 @@ class TruDiUpdate:
                 )
         device = next(loss.actor_parameters()).device
         if cudagraphs:
+            if reduce_gradients is not None:
+                raise ValueError(
+                    "CUDA graphs do not hold what reduce_gradients does between steps."
+                )
             if device.type != "cuda":
                 raise ValueError(f"CUDA graphs need a policy on a CUDA device, it is on {device}.")
             for optim in (optim_actor, optim_critic):
@@ -157,6 +167,7 @@ class TruDiUpdate:
         self.max_grad_norm = max_grad_norm
         self.autocast_dtype = autocast_dtype
         self.warmup_seconds: float | None = None
+        self._reduce_gradients = reduce_gradients
         self._device_type = device.type
         # A fused kernel can be told to change nothing. On the CPU to look at a number costs nothing, and
         # an optimiser that has not made a step yet then stays without state.
@@ -277,11 +288,20 @@ class TruDiUpdate:
         self, optim: torch.optim.Optimizer, total: torch.Tensor, params
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A step down the gradient; returns the gradient's norm, and 1 if the step was skipped, else 0."""
+        params = list(params)
         optim.zero_grad()
         total.backward()
+        finite = total.detach().isfinite()
+        if self._reduce_gradients is not None:
+            # All processes must skip alike: where the loss is not finite, the gradient is not either.
+            first = next(param.grad for param in params if param.grad is not None)
+            first.add_(torch.where(finite, 0.0, torch.nan).to(first))
+            # Before the clipping, so that all processes clip, and step, alike.
+            self._reduce_gradients(params)
+            finite = torch.ones_like(finite)
         # Of a gradient that is not finite this makes one of NaN, which the next call throws away.
         norm = nn.utils.clip_grad_norm_(params, self.max_grad_norm)
-        skipped = ~(total.detach().isfinite() & norm.isfinite())
+        skipped = ~(finite & norm.isfinite())
         if self._tells_kernel and all(group.get("fused") for group in optim.param_groups):
             # Read by the kernel, which then neither writes nor counts.
             optim.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
