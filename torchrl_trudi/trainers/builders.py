@@ -30,8 +30,8 @@ from torchrl_trudi.modules import (
 )
 from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss, TruDiPPOLoss
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig
-from torchrl_trudi.trainers.options import nearest
 from torchrl_trudi.trainers.distributed import Ranks
+from torchrl_trudi.trainers.options import nearest
 from torchrl_trudi.trainers.update import TruDiUpdate
 
 __all__ = [
