@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 FLOAT = 4
 
 
-def rollout_bytes(s: Sizes, bookkeeping: int = 44) -> dict[str, int]:
+def rollout_bytes(s: Sizes, bookkeeping: int = 46) -> dict[str, int]:
     """A transition of a rollout as the collector and the value estimator leave it, by key.
 
     Args:

@@ -13,6 +13,14 @@ from torchrl_trudi.trainers.stop_request import StopRequest
 pytestmark = pytest.mark.resume
 
 
+@pytest.fixture(autouse=True)
+def _python_s_own_handler():
+    """A process that runs tests for another one may have been given a handler of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_first_and_second_signal(number):
     before = {each: signal.getsignal(each) for each in StopRequest.SIGNALS}

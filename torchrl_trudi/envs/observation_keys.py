@@ -25,7 +25,7 @@ def get_observation_keys(env: EnvBase) -> list[NestedKey]:
         >>> from torchrl_trudi.envs import get_observation_keys, make_env
         >>> env = make_env("InvertedPendulum-v5")
         >>> sorted(env.observation_spec.keys())
-        ['episode_reward', 'observation', 'step_count', 'unstable']
+        ['episode_reward', 'observation', 'quarantined', 'step_count', 'unstable']
         >>> get_observation_keys(env)
         ['observation']
     """
