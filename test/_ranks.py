@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import socket
 import tempfile
 import traceback
@@ -60,6 +61,7 @@ def _rank(function, args, rank, size, port, folder) -> None:
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
+    random.seed(0)  # which a fork makes anew; it is part of a checkpoint
     try:
         outcome = None, function(*args)
     except BaseException:
