@@ -8,23 +8,35 @@ from typing import ClassVar
 
 import pytest
 import torch
-from objectives._loss_base import LossModuleTestBase, assert_same, losses_of, total
+from objectives._loss_base import (
+    LossModuleTestBase,
+    assert_same,
+    flat_name,
+    losses_of,
+    total,
+)
 from objectives._parts import (
     DTYPE,
+    OBS,
     STEPS,
     gradients,
     make_actor,
     make_batch,
     make_critic,
     make_gaussian,
+    make_rollout,
     make_states,
     nudge,
 )
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModuleBase
+from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import LossModule
+from torchrl.objectives.utils import ValueEstimators
+from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_trudi import objectives
-from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss
+from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss, TruDiPPOLoss
 
 RECORD = {
     "chain": ("denoising", "chain"),
@@ -260,6 +272,216 @@ class TestTrajectoryKLProjectionReplayed(ProjectionBase):
     def build_data(self, loss, *batch):
         data = super().build_data(loss, *batch)
         return data.exclude(*(("denoising", name) for name in ("chain", "loc", "scale")))
+
+
+def mse_critic(dtype=DTYPE) -> ValueOperator:
+    """The value of a state as a number."""
+    return ValueOperator(MLP(OBS, 1, num_cells=[8]).to(dtype), in_keys=["observation"])
+
+
+def histogram_critic(dtype=DTYPE) -> TensorDictModuleBase:
+    """The value of a state as a histogram."""
+    return make_critic(action=0, in_keys=["observation"], predict_embedding=False, dtype=dtype)
+
+
+class PPOBase(LossModuleTestBase):
+    loss_class = TruDiPPOLoss
+    default_keys: ClassVar = {
+        "advantage": "advantage",
+        "value_target": "value_target",
+        "value": "state_value",
+        "value_logits": ("critic", "logits"),
+        "sample_log_prob": ("denoising", "path_log_prob"),
+        "action": ("denoising", "chain"),
+        "reward": "reward",
+        "done": "done",
+        "terminated": "terminated",
+    }
+    fixed_keys = ("action",)
+    # The value's key is the critic's: the estimators refuse one that the critic does not write.
+    estimator_keys: ClassVar = {
+        name: name for name in ("advantage", "value_target", "reward", "done", "terminated")
+    }
+    estimators = tuple(ValueEstimators)
+    draws = False
+    make_policy = staticmethod(make_actor)
+    make_value = staticmethod(mse_critic)
+    # With this bound about half of the states of a batch are beyond it.
+    region: ClassVar = {"eps": 3e-3}
+
+    def build_loss(self, *, dtype=DTYPE, **kwargs):
+        actor = self.make_policy(dtype=dtype)
+        region = TrajectoryKLProjection(actor, **self.region)
+        # A standardised advantage is one of the batch, not of the row.
+        settings = {"normalize_advantage": False, "entropy_coeff": 0.1, **kwargs}
+        return TruDiPPOLoss(actor, self.make_value(dtype), trajectory_kl=region, **settings)
+
+    def build_data(self, loss, *batch):
+        actor = loss.actor_network
+        data = make_rollout(actor, *batch)
+        dtype = data["observation"].dtype
+        for name in ("advantage", "value_target"):
+            data[name] = torch.randn(*batch, 1, dtype=dtype)
+        nudge(actor, 0.05)
+        return data
+
+    def test_both_branches_are_taken(self):
+        loss = self.build_loss()
+        out = loss(self.build_data(loss, 12))
+        assert 0 < out["gate_fraction"] < 1
+
+    def test_functional(self):
+        """Upstream has the choice, which its arguments bring here; the trust region has not."""
+        assert self.build_loss(functional=True).functional
+        with pytest.raises(ValueError, match="functional=False"):
+            self.build_loss(functional=False)
+
+    def test_shared_layers(self):
+        """Of a layer in both networks, each loss moves its own use: they add up."""
+        gradient = {}
+        for shared in (True, False):
+            torch.manual_seed(0)
+            actor, critic = self.make_policy(), self.make_value()
+            network = getattr(actor.module, "score_network", None)
+            layer = (actor.module.network if network is None else network).hidden[1]
+            copied = layer if shared else copy.deepcopy(layer)
+            if isinstance(critic, ValueOperator):
+                critic.module[1] = copied
+            else:
+                critic.module.encoder[1] = copied
+            region = TrajectoryKLProjection(actor, **self.region)
+            loss = TruDiPPOLoss(actor, critic, trajectory_kl=region, normalize_advantage=False)
+            data = self.build_data(loss, 6)
+            if not shared:
+                copied.load_state_dict(layer.state_dict())
+            assert sum(param is layer.weight for param in loss.parameters()) == 1
+            out = self.evaluate(loss, data)
+            params = [layer.weight, copied.weight]
+            gradient[shared, "actor"] = gradients(
+                out["loss_objective"] + out["loss_trajectory_kl"], params
+            )
+            gradient[shared, "critic"] = gradients(out["loss_critic"], params)
+        for key, which in (("actor", 0), ("critic", 1)):
+            mine = gradient[False, key]
+            assert mine[which].abs().sum() > 0 and mine[1 - which].abs().sum() == 0
+            torch.testing.assert_close(gradient[True, key][0], mine[which])
+
+    @pytest.mark.parametrize("value_type", ValueEstimators, ids=str)
+    def test_estimates_with(self, value_type):
+        """On a rollout, before it and inside of ``forward``, with the same numbers."""
+        if value_type not in self.estimators:
+            return
+        loss = self.build_loss().make_value_estimator(value_type, gamma=0.9)
+        rollout = self.build_data(loss, 2, 5).exclude("advantage", "value_target")
+        out = loss(rollout)
+        loss.value_estimator(
+            rollout,
+            params=loss.critic_network_params.detach(),
+            target_params=loss.target_critic_network_params,
+        )
+        for name in ("advantage", "value_target"):
+            assert rollout[name].shape == (2, 5, 1) and rollout[name].isfinite().all()
+            assert not rollout[name].requires_grad
+        assert_same(out, loss(rollout))
+
+    def test_make_value_estimator_gives_the_loss(self):
+        loss = self.build_loss()
+        assert loss.make_value_estimator(gamma=0.9) is loss
+        estimator = loss.value_estimator
+        assert isinstance(estimator, ValueEstimatorBase)
+        assert loss.make_value_estimator(estimator) is loss and loss.value_estimator is estimator
+
+    def test_a_call_without_advantage_or_without_what_comes_next(self):
+        """``in_keys`` are those of both forms; each form needs its own."""
+        loss = self.build_loss()
+        data = self.build_data(loss, 2, 5)
+        loss.select_out_keys("loss_objective", "loss_critic")
+        for few in (
+            data.select(*loss.minibatch_keys),
+            data.exclude("advantage", "value_target"),
+        ):
+            given = {flat_name(key): few.get(key) for key in loss.in_keys if key in few.keys(True)}
+            for value, key in zip(loss(**given), ("loss_objective", "loss_critic"), strict=True):
+                torch.testing.assert_close(value, loss(few)[key])
+
+    def test_losses_of_the_parts_do_not_change_the_input(self):
+        loss = self.build_loss()
+        data = self.build_data(loss, 4)
+        before = data.clone()
+        loss.actor_loss(data)
+        loss.critic_loss(data)
+        assert set(data.keys(True, True)) == set(before.keys(True, True))
+
+    def test_empty_part(self):
+        loss = self.build_loss()
+        data = self.build_data(loss, 3)[:0]
+        for part in (loss.actor_loss, loss.critic_loss):
+            with pytest.raises(ValueError, match="empty"):
+                part(data)
+
+    def test_reduction_of_the_loss_counts(self):
+        """Not that of the trust region inside."""
+        actor = self.make_policy()
+        region = TrajectoryKLProjection(actor, reduction="none", **self.region)
+        loss = TruDiPPOLoss(actor, self.make_value(), trajectory_kl=region)
+        out = loss(self.build_data(loss, 5))
+        assert all(value.shape == () for value in losses_of(out).values())
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    def test_reduction_with_a_mask(self, reduction):
+        """Rows that a mask of torchrl marks as padding count in none of the losses."""
+        loss = self.build_loss(reduction=reduction)
+        data = self.build_data(loss, 5)
+        valid = torch.tensor([True, False, True, True, False])
+        rows = self.build_loss(reduction="none")
+        rows.load_state_dict(loss.state_dict())
+        expected = losses_of(rows(data))
+        data["collector", "mask"] = valid.unsqueeze(-1)
+        for key, value in losses_of(loss(data)).items():
+            kept = torch.where(valid, expected[key], 0.0)
+            reduced = {"mean": kept.sum() / 3, "sum": kept.sum(), "none": kept}[reduction]
+            torch.testing.assert_close(value, reduced)
+
+    def test_unknown_reduction_is_refused_early(self):
+        with pytest.raises(ValueError, match="average"):
+            self.build_loss(reduction="average")
+
+    def test_state_has_the_policy_once(self):
+        loss = self.build_loss()
+        values = [value for value in loss.state_dict().values() if value.numel() > 1]
+        assert len(values) == len({value.data_ptr() for value in values})
+        assert loss.actor_network_params is loss.trajectory_kl.actor_network_params
+
+    def test_reset_of_a_delayed_policy(self):
+        """The proximal policy is that of the new one."""
+        loss = self.build_loss(delay_actor=True)
+        nudge(loss)
+        multiplier = loss.trajectory_kl.multiplier.clone()
+        loss.reset_parameters_recursive()
+        old = loss._modules["target_actor_network_params"]
+        for key, value in loss.actor_network_params.items(True, True):
+            torch.testing.assert_close(old[key], value.data)
+        assert torch.equal(loss.trajectory_kl.multiplier, multiplier)
+
+
+class TestTruDiPPOLoss(PPOBase):
+    """A diffusion policy with one ratio for the path, and a critic with a number."""
+
+    quick_compile = True
+
+
+class TestTruDiPPOLossPerStep(PPOBase):
+    """One ratio for each step, and a critic with a histogram."""
+
+    make_policy = staticmethod(lambda **kwargs: make_actor(event_dims=1, **kwargs))
+    make_value = staticmethod(histogram_critic)
+    # V-trace has one ratio for each transition.
+    estimators = tuple(each for each in ValueEstimators if each is not ValueEstimators.VTrace)
+
+
+class TestTruDiPPOLossGaussian(PPOBase):
+    make_policy = staticmethod(make_gaussian)
+    region: ClassVar = {"eps": 6e-2, "mode": "lagrangian"}
 
 
 def subclasses(cls) -> set[type]:

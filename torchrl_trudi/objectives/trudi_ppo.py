@@ -9,14 +9,20 @@ from typing import Any, Literal
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
 from tensordict.nn import TensorDictModule, dispatch
-from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives import ClipPPOLoss, ValueEstimators
 from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
+from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_trudi.modules.chain_model import DenoisingChain
 from torchrl_trudi.modules.distributions import DenoisingPath
 from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives._parameters import ActorCriticParameters
-from torchrl_trudi.objectives.trajectory_kl import TrajectoryKLProjection
+from torchrl_trudi.objectives.trajectory_kl import (
+    REDUCTIONS,
+    Reduction,
+    TrajectoryKLProjection,
+    check_not_empty,
+)
 
 __all__ = ["TruDiPPOLoss"]
 
@@ -76,16 +82,21 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         critic_coeff (float, optional): weight of the critic's loss. Defaults to ``1.0``.
         loss_critic_type (str, optional): ``"l1"``, ``"l2"`` or ``"smooth_l1"``, for a critic without
             histogram. Defaults to ``"l2"``.
-        **kwargs: further arguments of :class:`~torchrl.objectives.ClipPPOLoss`: ``reduction``,
-            ``clip_value`` (not with a histogram critic), ``advantage_norm``, ``delay_actor``,
+        reduction (str, optional): ``"mean"`` or ``"sum"`` over the states, or ``"none"``: every loss per
+            state, ``[*B]``; that of ``trajectory_kl`` does not count. The diagnostics are means always.
+            Defaults to ``"mean"``.
+        **kwargs: further arguments of :class:`~torchrl.objectives.ClipPPOLoss`: ``clip_value`` (not with a histogram critic), ``advantage_norm``, ``delay_actor``,
             ``max_importance_ratio``, ``normalize_advantage_exclude_dims``, ``log_explained_variance``,
             ``device``.
 
     Raises:
         ValueError: a trust region on another actor, or that has no recorded path
-            (``old_policy="target"`` or ``"replayed"``); an unknown ``entropy``; a critic that reads the
-            action; ``clip_value`` with a histogram critic; ``functional=False``.
+            (``old_policy="target"`` or ``"replayed"``); an unknown ``entropy`` or ``reduction``; a critic that
+            reads the action; ``clip_value`` with a histogram critic; ``functional=False``; another
+            ``action`` key than the chain's; an empty batch.
         KeyError: missing entries in the batch.
+        NotImplementedError: the value estimator V-trace with ``event_dims=1``: it takes one ratio for
+            each transition.
 
     Examples:
         >>> import torch
@@ -125,7 +136,6 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
     default_keys = _AcceptedKeys
     actor_network: ChainActor
     critic_network: TensorDictModule
-    actor_network_params: TensorDictParams
     critic_network_params: TensorDictParams
     target_actor_network_params: TensorDictParams
     target_critic_network_params: TensorDictParams
@@ -146,6 +156,7 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         normalize_advantage: bool = True,
         critic_coeff: float | None = None,
         loss_critic_type: str = "l2",
+        reduction: Reduction | None = None,
         **kwargs: Any,
     ) -> None:
         if trajectory_kl is None:
@@ -164,6 +175,8 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
             )
         if entropy not in ("path", "surrogate"):
             raise ValueError(f"entropy must be 'path' or 'surrogate', got {entropy!r}.")
+        if reduction not in (None, *REDUCTIONS):
+            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}.")
         if not kwargs.get("functional", True):
             raise ValueError(
                 "functional=False is not supported: the policy's parameters are shared with the "
@@ -192,21 +205,49 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
             normalize_advantage=normalize_advantage,
             critic_coeff=critic_coeff,
             loss_critic_type=loss_critic_type,
+            reduction=reduction,
             **kwargs,
         )
         self.entropy_type = entropy
         self.trajectory_kl = trajectory_kl
-        # One object, so that a cast or a move cannot part them.
-        self.actor_network_params = trajectory_kl.actor_network_params
+        # Registered once, in the trust region.
+        del self._modules["actor_network_params"]
+        if actor_network.event_dims == 1:
+            # One ratio for each transition.
+            self.SUPPORTED_VALUE_ESTIMATORS = tuple(
+                each
+                for each in self.SUPPORTED_VALUE_ESTIMATORS
+                if each is not ValueEstimators.VTrace
+            )
         self._has_histogram = histogram
         if isinstance(critic_network, HLGaussValueOperator):
             self.set_keys(value=critic_network.value_key, value_logits=critic_network.out_keys[1])
+
+    # -- parameters ------------------------------------------------------------------
+
+    @property
+    def actor_network_params(self) -> TensorDictParams:
+        """The policy's parameters, which are registered in the trust region."""
+        return self.trajectory_kl.actor_network_params
+
+    def reset_parameters_recursive(self) -> None:
+        """Reset the parameters of the networks; the duals and the settings stay."""
+        self.trajectory_kl.reset_parameters_recursive()
+        if self.delay_actor:
+            self._modules["target_actor_network_params"].data.update_(
+                self.actor_network_params.data
+            )
+        if self.critic_network is not None:
+            self._reset_module_parameters("critic_network", self.critic_network)
 
     # -- keys ------------------------------------------------------------------------
 
     @property
     def minibatch_keys(self) -> list[NestedKey]:
-        """What an update reads of a minibatch whose advantages and targets are there."""
+        """What an update reads of a minibatch whose advantages and targets are there.
+
+        The ``in_keys`` have, besides, what the value estimator reads where they are not.
+        """
         keys = list(self.trajectory_kl.in_keys)
         critic = [] if self.critic_network is None else list(self.critic_network.in_keys)
         for key in (
@@ -221,14 +262,21 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         return keys
 
     def _set_in_keys(self) -> None:
-        super()._set_in_keys()
         # Set for the first time by the base class, before there is a trust region.
-        if "trajectory_kl" in self._modules:
-            keys = list(self._in_keys or [])
-            new = [key for key in self.trajectory_kl.in_keys if key not in keys]
-            self._in_keys = [*keys, *new]
+        if "trajectory_kl" not in self._modules:
+            return
+        keys = self.minibatch_keys
+        if self.critic_network is not None:
+            names = self.tensor_keys
+            inputs = [*self.critic_network.in_keys, names.reward, names.done, names.terminated]
+            keys += [unravel_key(("next", key)) for key in inputs]
+        self._in_keys = keys
 
     def _forward_value_estimator_keys(self, **kwargs) -> None:
+        action, chain = unravel_key(self.tensor_keys.action), self.actor_network.tensor_keys.chain
+        if action != chain:
+            # The actor scores its own entry.
+            raise ValueError(f"The action key is that of the chain, {chain!r}, got {action!r}.")
         super()._forward_value_estimator_keys(**kwargs)
         self._out_keys = None
 
@@ -286,8 +334,7 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         return self._actor_loss(tensordict, update_norm=False)
 
     def _actor_loss(self, tensordict: TensorDictBase, *, update_norm: bool) -> TensorDict:
-        if not tensordict.batch_size.numel():
-            raise ValueError(f"The batch is empty: its shape is {tuple(tensordict.shape)}.")
+        check_not_empty(tensordict)
         advantage = tensordict.get(self.tensor_keys.advantage, None)
         if advantage is None:
             raise KeyError(
@@ -316,11 +363,13 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         if trust_region.mode == "switch":
             objective = torch.where(trust_region.inside(kl).unsqueeze(-1), objective, 0.0)
         penalty = trust_region.combine(torch.zeros_like(kl.kl), kl).unsqueeze(-1)
+        # Of each state, whatever the trust region's own reduction is.
+        dual = trust_region.multiplier_loss(kl, "none").unsqueeze(-1)
         return TensorDict(
             {
                 "loss_objective": self._reduce_loss(objective, tensordict).squeeze(-1),
                 "loss_trajectory_kl": self._reduce_loss(penalty, tensordict).squeeze(-1),
-                "loss_kl_multiplier": trust_region.multiplier_loss(kl),
+                "loss_kl_multiplier": self._reduce_loss(dual, tensordict).squeeze(-1),
                 **trust_region.metrics(kl),
                 "entropy": entropy.detach().mean(),
                 "saturation_fraction": self._saturation(tensordict),
@@ -392,7 +441,11 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
 
         Raises:
             KeyError: no value target.
+            ValueError: an empty batch.
         """
+        check_not_empty(tensordict)
+        # Copied, since a critic writes its value.
+        tensordict = tensordict.copy()
         loss, value_clip_fraction, explained_variance = self.loss_critic(tensordict)
         out = TensorDict({"loss_critic": self._reduce_loss(loss, tensordict).squeeze(-1)})
         if self._has_histogram:
@@ -454,7 +507,9 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
 
         Raises:
             RuntimeError: no advantage, and no critic to compute it.
+            ValueError: an empty batch.
         """
+        check_not_empty(tensordict)
         tensordict = tensordict.copy()
         estimates = tensordict.get(self.tensor_keys.advantage, None) is None
         if estimates:
@@ -469,6 +524,32 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
             )
         out = self._actor_loss(tensordict, update_norm=estimates)
         return out.update(self.critic_loss(tensordict)) if self._has_critic else out
+
+    def make_value_estimator(
+        self,
+        value_type: ValueEstimators
+        | str
+        | type[ValueEstimatorBase]
+        | ValueEstimatorBase
+        | None = None,
+        **hyperparams,
+    ) -> TruDiPPOLoss:
+        """See :meth:`torchrl.objectives.PPOLoss.make_value_estimator`.
+
+        Args:
+            value_type (ValueEstimators, type or ValueEstimatorBase, optional): Defaults to
+                :class:`~torchrl.objectives.value.GAE`.
+            **hyperparams: arguments of the estimator, such as ``gamma`` and ``lmbda``.
+
+        Returns:
+            TruDiPPOLoss: self.
+
+        Raises:
+            NotImplementedError: another estimator than those of upstream; V-trace with
+                ``event_dims=1``.
+        """
+        super().make_value_estimator(value_type, **hyperparams)
+        return self
 
 
 def _ratio_metrics(log_weight: torch.Tensor) -> dict[str, torch.Tensor]:
