@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams, unravel_key
+from tensordict import (
+    LazyStackedTensorDict,
+    NestedKey,
+    TensorDict,
+    TensorDictBase,
+    TensorDictParams,
+    unravel_key,
+)
 from tensordict.nn import TensorDictModule, dispatch
 from torchrl.objectives import ClipPPOLoss, ValueEstimators
 from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
-from torchrl.objectives.value import ValueEstimatorBase
+from torchrl.objectives.value import ValueEstimatorBase, VTrace
 
 from torchrl_trudi.modules.chain_model import DenoisingChain
 from torchrl_trudi.modules.distributions import DenoisingPath
@@ -95,8 +102,8 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
             reads the action; ``clip_value`` with a histogram critic; ``functional=False``; another
             ``action`` key than the chain's; an empty batch.
         KeyError: missing entries in the batch.
-        NotImplementedError: the value estimator V-trace with ``event_dims=1``: it takes one ratio for
-            each transition.
+        NotImplementedError: the value estimator V-trace, which draws an action from the kernels of
+            the recorded chain, where none can be drawn.
 
     Examples:
         >>> import torch
@@ -134,6 +141,13 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         value_logits: NestedKey = ("critic", "logits")
 
     default_keys = _AcceptedKeys
+    # V-trace draws a sample of the distribution (or takes its mode) instead of scoring the recorded
+    # one; the kernels along a recorded chain have no sample but that chain.
+    SUPPORTED_VALUE_ESTIMATORS = tuple(
+        each
+        for each in ClipPPOLoss.SUPPORTED_VALUE_ESTIMATORS
+        if each is not ValueEstimators.VTrace
+    )
     actor_network: ChainActor
     critic_network: TensorDictModule
     critic_network_params: TensorDictParams
@@ -212,13 +226,6 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         self.trajectory_kl = trajectory_kl
         # Registered once, in the trust region.
         del self._modules["actor_network_params"]
-        if actor_network.event_dims == 1:
-            # One ratio for each transition.
-            self.SUPPORTED_VALUE_ESTIMATORS = tuple(
-                each
-                for each in self.SUPPORTED_VALUE_ESTIMATORS
-                if each is not ValueEstimators.VTrace
-            )
         self._has_histogram = histogram
         if isinstance(critic_network, HLGaussValueOperator):
             self.set_keys(value=critic_network.value_key, value_logits=critic_network.out_keys[1])
@@ -341,6 +348,9 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
                 f"No advantage under {self.tensor_keys.advantage!r}: run loss.value_estimator on the "
                 "rollout before it is cut into minibatches."
             )
+        if isinstance(tensordict, LazyStackedTensorDict):
+            # Upstream pads the entries of a lazy stack, always along its first dimension.
+            tensordict = tensordict.contiguous()
         advantage = self._maybe_normalize_advantage(advantage, tensordict, update_norm=update_norm)
         # The one scoring pass: the kernels in ``dist`` serve ratio, entropy and KL.
         log_weight, dist, kl_approx, log_is_weight = self._log_weight(
@@ -362,14 +372,14 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         kl = trust_region.compare(tensordict, dist.loc, dist.scale)
         if trust_region.mode == "switch":
             objective = torch.where(trust_region.inside(kl).unsqueeze(-1), objective, 0.0)
-        penalty = trust_region.combine(torch.zeros_like(kl.kl), kl).unsqueeze(-1)
+        penalty = trust_region.combine(torch.zeros_like(kl.kl), kl)
         # Of each state, whatever the trust region's own reduction is.
-        dual = trust_region.multiplier_loss(kl, "none").unsqueeze(-1)
+        dual = trust_region.multiplier_loss(kl, "none")
         return TensorDict(
             {
-                "loss_objective": self._reduce_loss(objective, tensordict).squeeze(-1),
-                "loss_trajectory_kl": self._reduce_loss(penalty, tensordict).squeeze(-1),
-                "loss_kl_multiplier": self._reduce_loss(dual, tensordict).squeeze(-1),
+                "loss_objective": self._reduce_loss(objective.squeeze(-1), tensordict),
+                "loss_trajectory_kl": self._reduce_loss(penalty, tensordict),
+                "loss_kl_multiplier": self._reduce_loss(dual, tensordict),
                 **trust_region.metrics(kl),
                 "entropy": entropy.detach().mean(),
                 "saturation_fraction": self._saturation(tensordict),
@@ -447,10 +457,14 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         # Copied, since a critic writes its value.
         tensordict = tensordict.copy()
         loss, value_clip_fraction, explained_variance = self.loss_critic(tensordict)
-        out = TensorDict({"loss_critic": self._reduce_loss(loss, tensordict).squeeze(-1)})
+        out = TensorDict({"loss_critic": self._reduce_loss(loss.squeeze(-1), tensordict)})
         if self._has_histogram:
             target = tensordict.get(self.tensor_keys.value_target)
-            out.set("target_clip_fraction", self.critic_network.support.clip_fraction(target))
+            with self.critic_network_params.to_module(
+                self.critic_network, preserve_module_state=False
+            ):
+                fraction = self.critic_network.support.clip_fraction(target)
+            out.set("target_clip_fraction", fraction)
         if value_clip_fraction is not None:
             out.set("value_clip_fraction", value_clip_fraction)
         if explained_variance is not None:
@@ -545,9 +559,11 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
             TruDiPPOLoss: self.
 
         Raises:
-            NotImplementedError: another estimator than those of upstream; V-trace with
-                ``event_dims=1``.
+            NotImplementedError: V-trace, or an estimator that upstream's loss does not have.
         """
+        vtrace = isinstance(value_type, type) and issubclass(value_type, VTrace)
+        if vtrace or isinstance(value_type, VTrace):
+            value_type = ValueEstimators.VTrace  # refused by its name
         super().make_value_estimator(value_type, **hyperparams)
         return self
 
