@@ -407,6 +407,26 @@ class TestExample:
         with pytest.raises(ConfigError, match="trust_region.mode: projection -> switch"):
             example.train(tiny(**settings, **longer))
 
+    @pytest.mark.parametrize("ratio", ["path", "step"])
+    def test_projection_mode_of_the_surrogate(self, example, tmp_path, ratio):
+        """The ratio is that of kernels within their bound; the run resumes."""
+        target = str(tmp_path / "run")
+        settings = {
+            "objective": {"kind": "surrogate", "ratio": ratio},
+            "trust_region": {"mode": "projection", "eps": 1e-5},
+            "optim": {"num_minibatches": 2, "num_epochs": 4, "lr": 3e-3},
+        }
+        run = example.train(tiny(logger={"dir": target}, **settings))
+        longer = {"collector": {"total_frames": 128}, "resume": target, "logger": {"dir": target}}
+        assert example.train(tiny(**settings, **longer)) == run
+        scalars = read_scalars(run)
+        assert frames(run) == [32, 64, 96, 128]
+        assert (scalars["train/kl_projected_max"][1] <= 1e-5 + 1e-6).all()
+        assert scalars["train/kl_unprojected"][1].max() > 1e-5
+        assert scalars["train/loss_trajectory_kl"][1].max() > 0
+        assert np.isfinite(scalars["train/loss_objective"][1]).all()
+        assert np.isfinite(scalars["eval/return_deterministic"][1]).all()
+
     def test_resume_takes_the_run_s_own_settings(self, tmp_path):
         config = tiny(seed=3, logger={"dir": str(tmp_path / "run")})
         run = make_run_dir(tmp_path / "run", config)

@@ -285,6 +285,20 @@ def test_networks_read_their_own_entries(kind, objective):
     assert all(p.grad is not None for p in loss.actor_parameters())
 
 
+@each_objective
+def test_a_policy_that_acts_projected_reads_its_own_entries(objective):
+    env, actor, loss = build(
+        policy={"in_keys": ["policy"], "hidden_size": 8},
+        trust_region={"mode": "projection"},
+        **objective,
+    )
+    assert actor.observation_keys == ["policy"]
+    data = collect(env, actor)
+    loss.value_estimator(data)
+    losses = loss(data.select(*loss.minibatch_keys).reshape(-1))
+    assert all(value.isfinite().all() for value in losses.values())
+
+
 def test_null_takes_every_entry_of_the_task():
     config = config_of(MUJOCO)
     env = build_env(config)

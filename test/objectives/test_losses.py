@@ -492,6 +492,17 @@ class TestTruDiPPOLossGaussian(PPOBase):
     region: ClassVar = {"eps": 6e-2, "mode": "lagrangian"}
 
 
+class TestTruDiPPOLossProjected(PPOBase):
+    """The kernels of the loss are projected onto the bound."""
+
+    region: ClassVar = {"eps": 3e-3, "mode": "projection", "share": "proportional"}
+
+    def test_reset_of_a_delayed_policy(self):
+        """There is none here."""
+        with pytest.raises(ValueError, match="delay_actor"):
+            self.build_loss(delay_actor=True)
+
+
 def subclasses(cls) -> set[type]:
     found = {cls}
     for each in cls.__subclasses__():

@@ -383,10 +383,216 @@ class TestTruDiLoss:
             )
 
 
-def test_the_surrogate_loss_refuses_it():
-    actor = make_actor()
-    with pytest.raises(ValueError, match="not supported by this loss"):
-        TruDiPPOLoss(actor, trajectory_kl=region(actor))
+def advantages(data):
+    """The batch with an advantage for each state."""
+    data["advantage"] = torch.randn(*data.shape, 1, dtype=DTYPE)
+    return data
+
+
+def literal_surrogate(projected, scale, data, event_dims: int) -> torch.Tensor:
+    """The clipped objective of each state with kernels ``N(projected, scale)``, written out."""
+    chain, loc_old, scale_old = record(data)
+    after = chain[:, 1:]
+    normal = torch.distributions.Normal
+    log_ratio = (
+        normal(projected, scale).log_prob(after) - normal(loc_old, scale_old).log_prob(after)
+    ).sum(-1)
+    if event_dims == 2:
+        log_ratio = log_ratio.sum(-1, keepdim=True)
+    ratio, advantage = log_ratio.exp(), data["advantage"]
+    low, high = (torch.tensor(bound, dtype=torch.float32).double() for bound in (-0.2, 0.2))
+    clipped = ratio.clamp(1 + low, 1 + high)
+    return -torch.minimum(ratio * advantage, clipped * advantage).sum(-1)
+
+
+class TestTruDiPPOLoss:
+    """Ratio, entropy and KL are those of the projected kernels."""
+
+    def make_loss(self, actor, *, trust=None, **kwargs):
+        settings = {"critic_coeff": 0.0, "normalize_advantage": False, **kwargs}
+        return TruDiPPOLoss(actor, trajectory_kl=region(actor, **(trust or {})), **settings)
+
+    @pytest.mark.parametrize("event_dims", [1, 2])
+    @pytest.mark.parametrize("share", ["uniform", "proportional"])
+    def test_gradient_through_the_projection(self, share, event_dims):
+        """Against the formula of the projected means, with the network's friction in their scale."""
+        actor = make_actor(event_dims=event_dims)
+        data = advantages(make_batch(actor, 24))
+        nudge(actor, 0.2)
+        loss = self.make_loss(
+            actor, trust={"share": share, "regression_coeff": 2.0}, entropy_coeff=0.3
+        )
+        out = loss.actor_loss(data)
+        chain, loc_old, scale_old = record(data)
+        loc, scale = actor.module.score(data["observation"], chain)
+        projected = literal_projection(loc_old, scale_old, loc, share)
+        objective = literal_surrogate(projected, scale, data, event_dims)
+        entropy = (
+            torch.distributions.Normal(projected, scale.expand_as(loc)).entropy().sum((-1, -2))
+        )
+        gap = (projected.detach() - loc) ** 2 / (2 * scale.detach() ** 2 + 1e-8)
+        expected = {
+            "loss_objective": (objective - 0.3 * entropy).mean(),
+            "loss_trajectory_kl": 2.0 * gap.sum((-1, -2)).mean(),
+        }
+        # Some states are inside, some beyond; some ratios are clipped, some are not.
+        assert 0 < out["gate_fraction"] < 1 and 0 < out["clip_fraction"] < 1
+        params = list(actor.parameters())
+        for key, value in expected.items():
+            # The clip range is rounded in log space.
+            torch.testing.assert_close(out[key], value, rtol=1e-6, atol=1e-9)
+            found, wanted = gradients(out[key], params), gradients(value, params)
+            assert max(slope.abs().max() for slope in wanted) > 1e-3
+            for slope, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(slope, want, rtol=1e-5, atol=1e-8)
+        kl = (projected - loc_old) ** 2 / (2 * scale_old**2 + 1e-8)
+        torch.testing.assert_close(out["kl"], kl.sum((-1, -2)).mean().detach())
+        assert out["loss_kl_multiplier"] == 0
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    @pytest.mark.parametrize("kl", ["simplified", "full"])
+    @pytest.mark.parametrize("share", ["uniform", "proportional"])
+    def test_bound_of_the_used_kernels(self, policy, kl, share, monkeypatch):
+        """However far the network is, on every state; and the ratio is that of these kernels."""
+        actor = POLICIES[policy]()
+        data = advantages(make_batch(actor, 16))
+        nudge(actor, 3.0)
+        loss = self.make_loss(actor, trust={"share": share, "kl": kl})
+        used = []
+        original = DenoisingPath.log_prob
+        monkeypatch.setattr(
+            DenoisingPath, "log_prob", lambda self, x: used.append(self) or original(self, x)
+        )
+        out = loss.actor_loss(data)
+        (dist,) = used
+        _, loc_old, scale_old = record(data)
+        found = gaussian_kl(loc_old, scale_old, dist.loc, dist.scale, kl)
+        assert (found.sum(-1) <= EPS * (1 + 1e-9)).all()
+        assert out["kl_max"] <= EPS * (1 + 1e-9) and out["kl_unprojected"] > 10 * EPS
+        torch.testing.assert_close(out["kl"], found.sum(-1).mean().detach())
+        ratio = (
+            original(dist, data["denoising", "chain"]) - data["denoising", "path_log_prob"]
+        ).exp()
+        torch.testing.assert_close(out["mean_ratio"], ratio.mean().detach())
+        sum(out[key] for key in ("loss_objective", "loss_trajectory_kl")).backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in actor.parameters())
+
+    @pytest.mark.parametrize("event_dims", [1, 2])
+    @pytest.mark.parametrize("entropy", ["path", "surrogate"])
+    def test_identity_inside(self, event_dims, entropy):
+        """The numbers and gradients without a trust region, where nothing is projected."""
+        actor = make_actor(event_dims=event_dims)
+        data = advantages(make_batch(actor, 8))
+        nudge(actor, 1e-3)
+        settings = {"entropy": entropy, "entropy_coeff": 0.1}
+        loss = self.make_loss(actor, **settings)
+        plain = TruDiPPOLoss(
+            actor,
+            trajectory_kl=TrajectoryKLProjection(actor, mode="none"),
+            critic_coeff=0.0,
+            normalize_advantage=False,
+            **settings,
+        )
+        out, expected = loss.actor_loss(data), plain.actor_loss(data)
+        assert out["gate_fraction"] == 1 and out["loss_trajectory_kl"] == 0
+        for key in ("loss_objective", "kl", "entropy", "ESS", "mean_ratio", "clip_fraction"):
+            assert torch.equal(out[key], expected[key]), key
+        params = list(actor.parameters())
+        assert_all_close(
+            gradients(out["loss_objective"], params), gradients(expected["loss_objective"], params)
+        )
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_an_actor_that_acts_projected(self, policy):
+        """Its own kernels: those that it acts with, around its anchor; no gradient of the anchor."""
+        plain = POLICIES[policy]()
+        actor = ChainActor(
+            ProjectedModel(plain.module, EPS),
+            noise_key="noise",
+            return_chain=True,
+            return_dist_params=True,
+            return_path_log_prob=True,
+        )
+        loss = self.make_loss(actor)
+        nudge(actor.module.model, 0.3)
+        data = advantages(make_batch(actor, 24))
+        # The policy that acted, beyond the bound of its network.
+        out = loss.actor_loss(data)
+        assert out["kl_unprojected"] > EPS and out["loss_trajectory_kl"] > 0
+        torch.testing.assert_close(out["mean_ratio"], torch.ones((), dtype=DTYPE))
+
+        # After the carry the ratio is not 1, by the gap.
+        loss.update_old_policy()
+        out = loss.actor_loss(data)
+        assert out["anchor_gap"] > 1e-3 and out["loss_trajectory_kl"] == 0
+        assert (out["mean_ratio"] - 1).abs() > 1e-6
+        torch.testing.assert_close(out["kl"], out["anchor_gap"])
+
+        nudge(actor.module.model, 1.0)
+        out = loss.actor_loss(data)
+        assert out["kl_projected_max"] <= EPS * (1 + 1e-9) < out["kl_unprojected"]
+        chain, _, _ = record(data)
+        network = actor.module.model.score(data["observation"], chain)
+        loc, scale = actor.module.score(data["observation"], chain)
+        expected = literal_surrogate(loc, scale, data, 2).mean()
+        torch.testing.assert_close(out["loss_objective"], expected, rtol=1e-6, atol=1e-9)
+        kind = loss.trajectory_kl.kl_type
+        regression = gaussian_kl(loc.detach(), scale.detach(), *network, kind).sum(-1).mean()
+        torch.testing.assert_close(out["loss_trajectory_kl"], regression)
+        total = out["loss_objective"] + out["loss_trajectory_kl"]
+        params = list(actor.module.model.parameters())
+        for slope, want in zip(
+            gradients(total, params), gradients(expected + regression, params), strict=True
+        ):
+            torch.testing.assert_close(slope, want, rtol=1e-5, atol=1e-8)
+        total.backward()
+        assert all(p.grad is None for p in actor.module.anchor.parameters())
+
+    @pytest.mark.parametrize("acts_projected", [False, True])
+    def test_the_networks_are_called_once(self, acts_projected, monkeypatch):
+        plain = make_actor()
+        record_all = {
+            "return_chain": True,
+            "return_dist_params": True,
+            "return_path_log_prob": True,
+        }
+        actor = ChainActor(ProjectedModel(plain.module, EPS), noise_key="noise", **record_all)
+        actor = actor if acts_projected else plain
+        data = advantages(make_batch(actor, 4))
+        loss = self.make_loss(actor, entropy="surrogate", entropy_coeff=0.1)
+        calls = []
+        score = type(plain.module).kernels_along
+        monkeypatch.setattr(
+            type(plain.module),
+            "kernels_along",
+            lambda self, *args, **kwargs: calls.append(self) or score(self, *args, **kwargs),
+        )
+        loss.actor_loss(data)
+        model = actor.module
+        assert calls == ([model.anchor, model.model] if acts_projected else [model])
+
+    def test_regression_leads_back(self):
+        """Without an advantage the network returns to the bound, and the objective does not push it."""
+        actor = make_actor()
+        data = make_batch(actor, 24)
+        data["advantage"] = torch.zeros(24, 1, dtype=DTYPE)
+        nudge(actor, 0.3)
+        loss = self.make_loss(actor)
+        before = loss.actor_loss(data)
+        optim = torch.optim.Adam(loss.actor_param_groups(lr=3e-3))
+        for _ in range(60):
+            out = loss.actor_loss(data)
+            optim.zero_grad()
+            (out["loss_objective"] + out["loss_trajectory_kl"]).backward()
+            optim.step()
+        assert out["kl_unprojected"] < 0.5 * before["kl_unprojected"]
+
+    def test_refused(self):
+        actor = make_actor()
+        with pytest.raises(ValueError, match="delay_actor"):
+            self.make_loss(actor, delay_actor=True)
+        with pytest.raises(ValueError, match="old_policy='recorded'"):
+            self.make_loss(actor, trust={"old_policy": "replayed"})
 
 
 class TestConstruction:

@@ -120,6 +120,24 @@ def test_one_ratio_per_step():
     assert actor.event_dims == 1
 
 
+@pytest.mark.parametrize("ratio", ["path", "step"])
+def test_projection_mode_of_the_surrogate(ratio):
+    """The policy that acts projected records what the ratio needs."""
+    actor, loss = build(
+        objective={"kind": "surrogate", "ratio": ratio},
+        trust_region={"mode": "projection", "eps": 0.2, "regression_coeff": 3.0},
+    )
+    assert isinstance(loss, TruDiPPOLoss) and isinstance(actor.module, ProjectedModel)
+    assert actor.event_dims == (1 if ratio == "step" else 2)
+    assert actor.return_chain and actor.return_dist_params and actor.return_path_log_prob
+    region = loss.trajectory_kl
+    assert (region.mode, region.share, region.regression_coeff.item()) == (
+        "projection",
+        "uniform",
+        3,
+    )
+
+
 def test_lr_schedule():
     settings = {"lr": 1e-3, "dual_lr": 1e-2, "lr_schedule": "kl_adaptive", "max_lr": 2e-3}
     config = validate({"optim": settings, "trust_region": {"eps": 0.2}, "device": "cpu"})

@@ -215,10 +215,19 @@ def test_what_is_read_in_projection_mode_alone(name, value):
     assert "trust_region.mode=switch" in line and line.endswith("trust_region.mode=projection")
 
 
-def test_projection_mode_needs_the_pathwise_objective():
-    config = {"trust_region": {"mode": "projection"}, "objective": {"kind": "surrogate"}}
+@pytest.mark.parametrize("kind", ["diffusion", "gaussian"])
+def test_the_surrogate_objective_takes_projected_kernels(kind):
+    config = {
+        "policy": {"kind": kind},
+        "trust_region": {"mode": "projection", "regression_coeff": 0.5},
+        "objective": {"kind": "surrogate"},
+    }
+    validate(config)
+    # Of equal shares, since its policy acts projected too.
+    config["trust_region"]["share"] = "proportional"
     (line,) = refused(config)
-    assert line.startswith("trust_region.mode: got 'projection', accepted: another with ")
+    assert line.startswith("trust_region.share: got 'proportional', accepted: 'uniform'")
+    assert "objective.kind=surrogate" in line and "acts projected" in line
 
 
 def test_projection_mode_takes_the_rest():

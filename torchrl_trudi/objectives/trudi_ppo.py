@@ -26,6 +26,8 @@ from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOper
 from torchrl_trudi.objectives._parameters import ActorCriticParameters
 from torchrl_trudi.objectives.trajectory_kl import (
     REDUCTIONS,
+    PathKL,
+    ProjectedPathKL,
     Reduction,
     TrajectoryKLProjection,
     check_not_empty,
@@ -36,6 +38,16 @@ __all__ = ["TruDiPPOLoss"]
 EntropyName = Literal["path", "surrogate"]
 
 _LARGEST_LOG_RATIO = 40.0
+
+
+class _ProjectedPath(DenoisingPath):
+    """Projected kernels with the divergences that were measured on the way to them."""
+
+    def __init__(
+        self, loc: torch.Tensor, scale: torch.Tensor, event_dims: Any, *, path_kl: ProjectedPathKL
+    ) -> None:
+        super().__init__(loc, scale, event_dims)
+        self.path_kl = path_kl
 
 
 class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
@@ -58,6 +70,23 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
     With an actor of ``event_dims=2`` there is one ratio for the path. With ``event_dims=1`` every step
     has one, and is clipped by itself; the objective is the sum over steps, so that both forms have
     the same gradient at the old policy (:class:`~torchrl.objectives.ClipPPOLoss` takes the mean).
+
+    **Projection.** With a trust region of ``mode="projection"`` ratio, entropy and KL are those of the
+    projected kernels :math:`\tilde F_n` (:meth:`~TrajectoryKLProjection.projected_kernels`), and the actor's
+    loss is :math:`\mathrm{mean}_s [\tilde o(s) + c_r\, r(s)]` with the regression term :math:`r(s)` under
+    ``"loss_trajectory_kl"``. What holds depends on the actor:
+
+    - Any actor: the kernels are projected around the recorded ones. The policy that the objective
+      improves is within ``eps`` of the one that acted, on every recorded state, whatever the network
+      answers. The network, which acts next, is so as far as the regression has pulled it there.
+      ``share="uniform"`` or ``"proportional"``.
+    - An actor that acts projected (:class:`~torchrl_trudi.modules.ProjectedModel`): the kernels are those it
+      would act with, within ``eps`` of its anchor at every state, visited or not. The anchor is the
+      network of the last iteration, not its projection: once :meth:`update_old_policy` has moved it, the ratio
+      to the policy that acted is 1 but for what ``anchor_gap`` measures. ``share="uniform"`` alone.
+
+    Both projections give a kernel beyond its bound no gradient along the path to it, whatever the advantage:
+    what leads back inside is the regression.
 
     With a :class:`~torchrl_trudi.modules.GaussianActor` this is PPO, with a KL trust region.
 
@@ -98,7 +127,7 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
 
     Raises:
         ValueError: a trust region on another actor, or that has no recorded path
-            (``old_policy="target"`` or ``"replayed"``); an unknown ``entropy`` or ``reduction``; a critic that
+            (``old_policy="target"`` or ``"replayed"``); ``delay_actor`` with a projection; an unknown ``entropy`` or ``reduction``; a critic that
             reads the action; ``clip_value`` with a histogram critic; ``functional=False``; another
             ``action`` key than the chain's; an empty batch.
         KeyError: missing entries in the batch.
@@ -182,10 +211,11 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
                 "The ratio is taken on the recorded chain, and so is the KL: the trust region needs "
                 f"old_policy='recorded', got {trajectory_kl.old_policy!r}."
             )
-        if trajectory_kl.mode == "projection":
+        if trajectory_kl.mode == "projection" and kwargs.get("delay_actor"):
             raise ValueError(
-                "mode='projection' is not supported by this loss: its ratio is that of the network's "
-                "kernels, not of projected ones."
+                "delay_actor=True does not go with mode='projection': the delayed policy would be a "
+                "network, the current one its projection around the recorded kernels, and their ratio "
+                "not 1 where the two agree."
             )
         if entropy not in ("path", "surrogate"):
             raise ValueError(f"entropy must be 'path' or 'surrogate', got {entropy!r}.")
@@ -369,7 +399,10 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         objective = -self._over_steps(gain) - self.entropy_coeff * entropy_gain
 
         trust_region = self.trajectory_kl
-        kl = trust_region.compare(tensordict, dist.loc, dist.scale)
+        if isinstance(dist, _ProjectedPath):
+            kl: PathKL | ProjectedPathKL = dist.path_kl
+        else:
+            kl = trust_region.compare(tensordict, dist.loc, dist.scale)
         if trust_region.mode == "switch":
             objective = torch.where(trust_region.inside(kl).unsqueeze(-1), objective, 0.0)
         penalty = trust_region.combine(torch.zeros_like(kl.kl), kl)
@@ -388,6 +421,17 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
                 **_ratio_metrics(self._over_steps(acted.detach())),
             }
         )
+
+    def _get_cur_log_prob(
+        self, tensordict: TensorDictBase, params: TensorDictParams | None = None
+    ) -> tuple[torch.Tensor, DenoisingPath, bool]:
+        """Upstream's way to the current kernels: in projection mode they are the projected ones."""
+        if self.trajectory_kl.mode != "projection":
+            return super()._get_cur_log_prob(tensordict, params)
+        loc, scale, kl = self.trajectory_kl.projected_kernels(tensordict)
+        dist = _ProjectedPath(loc, scale, self.actor_network.event_dims, path_kl=kl)
+        chain = tensordict.get(self.trajectory_kl.tensor_keys.chain).detach()
+        return dist.log_prob(chain), dist, False
 
     def _saturation(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Of the recorded actions, see :meth:`ChainModel.saturation`."""

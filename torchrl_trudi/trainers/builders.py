@@ -200,7 +200,7 @@ def _projected(config: TrainConfig, actor: ChainActor) -> ChainActor:
         return actor
     model = ProjectedModel(actor.module, region.eps, kl=region.kl)
     record: dict[str, Any] = dict(_record(config))
-    return ChainActor(model, spec=actor.spec, **record)
+    return ChainActor(model, in_keys=actor.observation_keys, spec=actor.spec, **record)
 
 
 def _record(config: TrainConfig) -> dict[str, Any]:

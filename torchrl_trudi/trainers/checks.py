@@ -255,16 +255,11 @@ def _options_of_the_projection(config: TrainConfig) -> list[str]:
                     "trust_region.mode=projection"
                 )
         return problems
-    if config.objective.kind != "pathwise":
-        problems.append(
-            "trust_region.mode: got 'projection', accepted: another with "
-            f"objective.kind={config.objective.kind}, whose ratio is not that of projected kernels; "
-            "'projection' with objective.kind=pathwise"
-        )
     if region.share == "proportional":
         problems.append(
-            "trust_region.share: got 'proportional', accepted: 'uniform' with this objective, whose "
-            "policy acts projected and does not know the later steps of a chain that it is making"
+            "trust_region.share: got 'proportional', accepted: 'uniform', also with "
+            "objective.kind=surrogate: the policy of a run acts projected and does not know the later "
+            "steps of a chain that it is making; the loss alone takes 'proportional'"
         )
     if region.old_policy == "target":
         problems.append(

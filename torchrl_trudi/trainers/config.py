@@ -273,9 +273,9 @@ class TrustRegionConfig:
     )
     share: ShareName = option(
         "uniform",
-        "In projection mode, what part of eps each denoising step gets: the same (uniform), or in "
-        "proportion to its KL before the projection, which an objective can do that reads recorded "
-        "chains alone, and a policy that acts projected cannot.",
+        "In projection mode, what part of eps each denoising step gets: the same (uniform), which is "
+        "all that a run takes, because its policy acts projected, or in proportion to its KL before "
+        "the projection, which the loss of recorded chains alone can do.",
         choices=("uniform", "proportional"),
     )
     regression_coeff: float = option(
