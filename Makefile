@@ -41,8 +41,9 @@ train: $(STAMP) ## train (ARGS="task=hopper seed=3"; ARGS=--help lists the optio
 report: $(STAMP) ## tables and pictures of a benchmark's data (CSV=..., REPORT=directory); trains nothing
 	"$(PY)" examples/benchmark.py report --csv "$(CSV)" --out "$(REPORT)" $(ARGS)
 
+# A process for each CPU, up to four; a file's tests stay together, for the fixtures they share.
 test: $(STAMP) ## run the tests, without the slow ones
-	$(TEST_ENV) "$(PY)" -m pytest test -m "not slow" $(ARGS)
+	$(TEST_ENV) "$(PY)" -m pytest test -m "not slow" -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP) ## run the slow tests
 	$(TEST_ENV) "$(PY)" -m pytest test -m slow $(ARGS)

@@ -63,6 +63,7 @@ setup(
         ],
         "dev": [
             "pytest>=8",
+            "pytest-xdist>=3.5",
             "hypothesis>=6.100",
             "scipy>=1.12",
             # A formatter decides the same only within one minor version.
