@@ -465,6 +465,10 @@ class PPOBase(LossModuleTestBase):
     def test_reset_of_a_delayed_policy(self):
         """The proximal policy is that of the new one."""
         loss = self.build_loss(delay_actor=True)
+        data = self.build_data(loss, 6)
+        with pytest.warns(UserWarning, match="No target network updater"):
+            out = loss(data)
+        assert (out["mean_ratio"] - 1).abs() > 1e-6
         nudge(loss)
         multiplier = loss.trajectory_kl.multiplier.clone()
         loss.reset_parameters_recursive()

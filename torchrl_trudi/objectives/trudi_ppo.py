@@ -85,8 +85,9 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
       network of the last iteration, not its projection: once :meth:`update_old_policy` has moved it, the ratio
       to the policy that acted is 1 but for what ``anchor_gap`` measures. ``share="uniform"`` alone.
 
-    Both projections give a kernel beyond its bound no gradient along the path to it, whatever the advantage:
-    what leads back inside is the regression.
+    The objective has no gradient along the path on which a kernel beyond its bound was projected (with
+    proportional shares: along those of all kernels together), whatever the advantage: what leads back
+    inside is the regression.
 
     With a :class:`~torchrl_trudi.modules.GaussianActor` this is PPO, with a KL trust region.
 
@@ -121,15 +122,16 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         reduction (str, optional): ``"mean"`` or ``"sum"`` over the states, or ``"none"``: every loss per
             state, ``[*B]``; that of ``trajectory_kl`` does not count. The diagnostics are means always.
             Defaults to ``"mean"``.
-        **kwargs: further arguments of :class:`~torchrl.objectives.ClipPPOLoss`: ``clip_value`` (not with a histogram critic), ``advantage_norm``, ``delay_actor``,
+        **kwargs: further arguments of :class:`~torchrl.objectives.ClipPPOLoss`: ``clip_value`` (not
+            with a histogram critic), ``advantage_norm``, ``delay_actor`` (not with a projection),
             ``max_importance_ratio``, ``normalize_advantage_exclude_dims``, ``log_explained_variance``,
             ``device``.
 
     Raises:
         ValueError: a trust region on another actor, or that has no recorded path
-            (``old_policy="target"`` or ``"replayed"``); ``delay_actor`` with a projection; an unknown ``entropy`` or ``reduction``; a critic that
-            reads the action; ``clip_value`` with a histogram critic; ``functional=False``; another
-            ``action`` key than the chain's; an empty batch.
+            (``old_policy="target"`` or ``"replayed"``); ``delay_actor`` with a projection; an unknown
+            ``entropy`` or ``reduction``; a critic that reads the action; ``clip_value`` with a histogram
+            critic; ``functional=False``; another ``action`` key than the chain's; an empty batch.
         KeyError: missing entries in the batch.
         NotImplementedError: the value estimator V-trace, which draws an action from the kernels of
             the recorded chain, where none can be drawn.
