@@ -361,6 +361,18 @@ class TestUse:
             given |= {id(p) for p in each.critic_parameters()}
             assert given == {id(p) for p in params}
 
+    def test_settings_are_no_state(self):
+        """A run that goes on with another clip range or weight gets it."""
+        actor = make_actor()
+        old = make_loss(actor, clip_epsilon=0.2, entropy_coeff=0.1, critic_coeff=0.5)
+        new = make_loss(actor, clip_epsilon=0.3, entropy_coeff=0.2, critic_coeff=0.7)
+        new.load_state_dict(old.state_dict())
+        found = [
+            float(getattr(new, name)) for name in ("clip_epsilon", "entropy_coeff", "critic_coeff")
+        ]
+        assert found == pytest.approx([0.3, 0.2, 0.7])
+        assert new.to(torch.float64).clip_epsilon.dtype == torch.float64
+
     def test_learns_a_bandit(self):
         """The action moves to where the advantage is, and the trust region slows it down."""
         moved = {}

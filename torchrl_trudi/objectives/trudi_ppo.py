@@ -258,6 +258,10 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         self.trajectory_kl = trajectory_kl
         # Registered once, in the trust region.
         del self._modules["actor_network_params"]
+        # Settings, not state: a checkpoint must not bring back those it was made with.
+        for name, value in list(self.named_buffers(recurse=False)):
+            delattr(self, name)
+            self.register_buffer(name, value, persistent=False)
         self._has_histogram = histogram
         if isinstance(critic_network, HLGaussValueOperator):
             self.set_keys(value=critic_network.value_key, value_logits=critic_network.out_keys[1])
