@@ -294,8 +294,10 @@ class TruDiUpdate:
         finite = total.detach().isfinite()
         if self._reduce_gradients is not None:
             # All processes must skip alike: where the loss is not finite, the gradient is not either.
-            first = next(param.grad for param in params if param.grad is not None)
-            first.add_(torch.where(finite, 0.0, torch.nan).to(first))
+            first = params[0]
+            if first.grad is None:
+                first.grad = torch.zeros_like(first)
+            first.grad.add_(torch.where(finite, 0.0, torch.nan).to(first))
             # Before the clipping, so that all processes clip, and step, alike.
             self._reduce_gradients(params)
             finite = torch.ones_like(finite)
