@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return args.function(args)
-    except (ConfigError, BenchmarkDataError, FileNotFoundError, ImportError) as error:
+    except (ConfigError, BenchmarkDataError, OSError, UnicodeDecodeError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 

@@ -104,7 +104,7 @@ def train_rank(config: TrainConfig, ranks) -> Path:
     from torchrl_trudi.trainers.collector_state import CollectorState
     from torchrl_trudi.trainers.rank_share import share_of
     from torchrl_trudi.trainers.rank_states import RankStates
-    from torchrl_trudi.trainers.run_dir import lock_run
+    from torchrl_trudi.trainers.run_dir import lock_run, record_resume, run_id
     from torchrl_trudi.trainers.shared_statistics import SharedStatistics
     from torchrl_trudi.trainers.skips import SkipMonitor
     from torchrl_trudi.trainers.stop_request import StopRequest
@@ -174,6 +174,7 @@ def train_rank(config: TrainConfig, ranks) -> Path:
             components,
             keep_last=config.logger.keep_checkpoints,
             num_ranks=ranks.world_size,
+            run_id=run_id(run_dir),
         )
         if config.resume is not None:
             optims = (update.optim_actor, update.optim_critic)
@@ -185,6 +186,7 @@ def train_rank(config: TrainConfig, ranks) -> Path:
                     f"resume: {run_dir} has {progress['frames']} frames already; ask for more "
                     "with collector.total_frames"
                 )
+            ranks.on_main(lambda: record_resume(run_dir, config))
             if not place.restored:
                 # Otherwise every resumed run would begin with the same episodes as the first.
                 env.set_seed(share.seed + progress["frames"])
@@ -240,7 +242,10 @@ def train_rank(config: TrainConfig, ranks) -> Path:
                 saved = progress["frames"]
             except OSError as error:
                 if last:
-                    raise
+                    raise ConfigError(
+                        f"{run_dir}: the last checkpoint could not be written ({error}); the newest one "
+                        f"before it is {checkpoints.latest()}"
+                    ) from error
                 # Not the end of the run: the checkpoints before it are whole.
                 log.error("checkpoint at %d frames failed: %s", progress["frames"], error)
 
@@ -313,9 +318,12 @@ def train_rank(config: TrainConfig, ranks) -> Path:
             try:
                 if ranks.is_main:
                     writer.write(progress["frames"], scalars)
-            except OSError:
+            except OSError as error:
                 save()  # where the checkpoints are there may still be room
-                raise
+                raise ConfigError(
+                    f"{run_dir}: the log cannot be written ({error}); the newest checkpoint is "
+                    f"{checkpoints.latest()}"
+                ) from error
             if skips.exceeded:
                 states.gather()
                 if ranks.is_main:

@@ -275,12 +275,73 @@ def test_a_full_disk(script, monkeypatch, tmp_path, caplog):
 
     with monkeypatch.context() as patch:
         patch.setattr(ScalarWriter, "write", failing_write)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(ConfigError, match="log cannot be written .*No space left"):
             script.train(validate(settings(run, 6)))
     script.train(validate(settings(run, 6, resume=True)))
     whole = tmp_path / "whole"
     script.train(validate(settings(whole, 6)))
     assert final_state(run) == final_state(whole)
+
+
+def test_a_refused_resume_changes_nothing(script, tmp_path):
+    """Whether it is refused at once, by the frames, or because another process has the run."""
+    from torchrl_trudi.trainers.run_dir import lock_run
+
+    run = tmp_path / "run"
+    script.train(validate(settings(run, 2)))
+    files = ("config.yaml", "versions.json")
+    before = [((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in files]
+    changed = {"optim": {"lr": 0.5}}
+    with pytest.raises(ConfigError, match="frames already"):
+        script.train(validate(settings(run, 2, resume=True, **changed)))
+    with lock_run(run), pytest.raises(ConfigError, match="in use"):
+        script.train(validate(settings(run, 4, resume=True, **changed)))
+    assert [((run / n).read_bytes(), (run / n).stat().st_mtime_ns) for n in files] == before
+    script.train(validate(settings(run, 3, resume=True)))
+    assert len(list(run.glob("config.*.yaml"))) == 1
+
+
+def test_a_checkpoint_of_another_run_is_refused(script, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    for each in (run, other):
+        script.train(validate(settings(each, 2)))
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    checkpoint.write_bytes((other / "checkpoints" / checkpoint.name).read_bytes())
+    with pytest.raises(ConfigError, match="of another run"):
+        script.train(validate(settings(run, 4, resume=True)))
+
+
+def test_other_numbers_of_environments(script, tmp_path, caplog):
+    """New episodes, and back again."""
+    run = tmp_path / "run"
+    script.train(validate(settings(run, 2)))
+    for iterations, num_envs in ((3, 8), (4, 4)):
+        script.train(validate(settings(run, iterations, resume=True, env={"num_envs": num_envs})))
+        assert f"environments, this run {num_envs}: new episodes start" in caplog.text
+    assert read_scalars(run)["train/kl"][0].tolist() == [32, 64, 96, 128]
+
+
+def test_another_bound_of_a_projected_policy(script, tmp_path, monkeypatch):
+    """The policy acts with the bound of the call, not with that of the checkpoint."""
+    from torchrl_trudi.trainers import builders
+
+    run, actors = tmp_path / "run", []
+    build = builders.build_actor
+    monkeypatch.setattr(
+        builders, "build_actor", lambda *args: actors.append(build(*args)) or actors[-1]
+    )
+    for iterations, eps in ((2, 0.1), (3, 0.02)):
+        region = {"mode": "projection", "eps": eps}
+        config = settings(run, iterations, resume=iterations > 2, trust_region=region)
+        script.train(validate(config))
+    assert [actor.module.eps for actor in actors] == [0.1, 0.02]
+
+
+def test_the_learning_rate_of_a_schedule_is_not_for_a_resumed_run_to_set(script, tmp_path):
+    run, schedule = tmp_path / "run", {"lr_schedule": "kl_adaptive"}
+    script.train(validate(settings(run, 2, optim=schedule)))
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.0003 -> 0\.0001"):
+        script.train(validate(settings(run, 4, resume=True, optim={**schedule, "lr": 1e-4})))
 
 
 def test_evaluation_changes_nothing(script, tmp_path):

@@ -239,7 +239,7 @@ class TestAnchor:
         assert any(key.startswith("anchor.") for key in model.state_dict())
         # A setting, not state.
         assert other.eps == 2 * EPS
-        other.eps.copy_(model.eps)
+        other.eps = model.eps
         observation, noise = inputs(model, 4)
         for a, b in zip(
             model.sample(observation, noise), other.sample(observation, noise), strict=True

@@ -429,8 +429,23 @@ class TestErrors:
             loss(data.exclude(("denoising", "path_log_prob")))
         with pytest.raises(ValueError, match="empty"):
             loss(data[:0])
-        with pytest.raises(ValueError, match="outer"):
-            loss(data.set("advantage", data["advantage"].squeeze(-1)))
+        with pytest.raises(KeyError, match="no rollout"):
+            loss(data.exclude("advantage"))
+        path = ("denoising", "path_log_prob")
+        for key, shape in (
+            ("advantage", (4,)),
+            ("advantage", (4, 2)),
+            ("value_target", (4, 4)),
+            (path, (4, 1)),
+            (("denoising", "loc"), (4, 1, ACTION)),
+            (("denoising", "scale"), (4, 1, ACTION)),
+        ):
+            wrong = data.clone().set(key, torch.ones(shape, dtype=DTYPE))
+            with pytest.raises(ValueError, match="must have the shape"):
+                loss(wrong)
+        for clip_epsilon in (0.0, -1.0, (0.1, -0.2)):
+            with pytest.raises(ValueError, match="clip_epsilon must be positive"):
+                make_loss(actor, clip_epsilon=clip_epsilon)
 
 
 def test_action_size_is_that_of_the_parts():

@@ -172,7 +172,7 @@ def test_projection_mode(kind, model, kl, old_policy):
         "uniform",
         3,
     )
-    assert (region.eps.item(), actor.module.eps.item()) == pytest.approx((0.2, 0.2))
+    assert (region.eps.item(), actor.module.eps) == pytest.approx((0.2, 0.2))
     assert region.kl_type == actor.module.kl_type == kl
     assert actor.return_noise == (old_policy == "replayed")
     assert actor.return_dist_params == (old_policy == "recorded")

@@ -62,11 +62,20 @@ def test_other_environments_start_anew(caplog):
     assert not place.restored and "new episodes start" in caplog.text
 
 
-def test_another_number_of_environments_is_refused():
+def test_another_number_of_environments_starts_anew(caplog):
     env, collector, _ = make()
     state = CollectorState(collector, env).state_dict()
     other, its_collector, _ = make(num_envs=2)
-    with pytest.raises(ValueError, match="3 environments; this has 2"):
+    place = CollectorState(its_collector, other)
+    place.load_state_dict(state)
+    assert not place.restored and "has 3 environments, this run 2" in caplog.text
+
+
+def test_another_task_is_refused():
+    env, collector, _ = make()
+    state = CollectorState(collector, env).state_dict()
+    other, its_collector, _ = make(name="Walker2d-v5")
+    with pytest.raises(ValueError, match="another task"):
         CollectorState(its_collector, other).load_state_dict(state)
 
 

@@ -11,7 +11,14 @@ from omegaconf import OmegaConf
 
 from torchrl_trudi.trainers import run_dir as module
 from torchrl_trudi.trainers.config import ConfigError, TrainConfig, validate
-from torchrl_trudi.trainers.run_dir import find_run, library_versions, load_config, make_run_dir
+from torchrl_trudi.trainers.run_dir import (
+    find_run,
+    library_versions,
+    load_config,
+    make_run_dir,
+    record_resume,
+    run_id,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -148,13 +155,15 @@ def test_resume_reuses_the_directory_and_keeps_the_old_config(tmp_path, caplog):
         }
     )
     assert make_run_dir("elsewhere", longer, resume=str(run)) == run
+    assert validate(load_config(run)) == TrainConfig()  # nothing is written before all is loaded
+    record_resume(run, longer)
     assert validate(load_config(run)) == longer
     assert OmegaConf.load(run / "config.0.yaml").collector.total_frames == 500_000
     assert "changed collector.total_frames: 500000 -> 2000000" in caplog.text
     assert "logger" not in caplog.text
     assert not (tmp_path / "elsewhere").exists()
     # Nothing has changed since: no further copy.
-    make_run_dir("elsewhere", longer, resume=str(run))
+    record_resume(run, longer)
     assert not (run / "config.1.yaml").exists()
 
 
@@ -208,10 +217,12 @@ def test_resume_of_a_run_without_an_option_that_is_new(tmp_path):
 def test_resume_warns_of_other_versions(tmp_path, caplog):
     run = make_run_dir(tmp_path / "run", TrainConfig())
     versions = library_versions()
-    (run / "versions.json").write_text(json.dumps({**versions, "torch": "1.0"}))
-    make_run_dir(tmp_path, TrainConfig(), resume=str(run))
+    number = run_id(run)
+    assert number
+    (run / "versions.json").write_text(json.dumps({**versions, "torch": "1.0", "run": number}))
+    record_resume(run, TrainConfig())
     assert f"the run used torch 1.0, now {versions['torch']}" in caplog.text
-    assert json.loads((run / "versions.json").read_text()) == versions
+    assert json.loads((run / "versions.json").read_text()) == {**versions, "run": number}
 
 
 def test_latest_is_the_run_started_or_resumed_last(tmp_path):
@@ -221,7 +232,7 @@ def test_latest_is_the_run_started_or_resumed_last(tmp_path):
         set_time(run, seconds)
     (parent / "d").mkdir()  # newer, but no run
     assert find_run("latest", parent) == runs[0]
-    make_run_dir(parent, TrainConfig(), resume=str(runs[1]))
+    record_resume(runs[1], TrainConfig())
     assert find_run("latest", parent) == runs[1]
 
 

@@ -91,7 +91,7 @@ class ProjectedModel(ChainModel):
         True
     """
 
-    eps: torch.Tensor
+    eps: float
 
     def __init__(self, model: ChainModel, eps: float = 0.1, *, kl: KLName | None = None) -> None:
         if isinstance(model, ProjectedModel):
@@ -107,7 +107,8 @@ class ProjectedModel(ChainModel):
         self.anchor = copy.deepcopy(model).requires_grad_(False)
         self._register_box(model.low, model.high, model.low)
         # A setting, not state: a checkpoint must not bring back the one it was made with.
-        self.register_buffer("eps", model.low.new_tensor(float(eps)), persistent=False)
+        # A number: as a buffer it would be among the parameters of a loss in functional form, and so state.
+        self.eps = float(eps)
         self.kl_type = self.default_kl = kl
         self.default_target_entropy_scale = model.default_target_entropy_scale
 
@@ -263,4 +264,4 @@ class ProjectedModel(ChainModel):
         return self.model.log_prob(observation, chain)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, eps={self.eps.item():g}, kl={self.kl_type!r}"
+        return f"{super().extra_repr()}, eps={self.eps:g}, kl={self.kl_type!r}"

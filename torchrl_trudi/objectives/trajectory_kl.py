@@ -327,8 +327,8 @@ class TrajectoryKLProjection(LossModule):
                     "share='uniform'."
                 )
         if isinstance(model, ProjectedModel):
-            own = (model.eps.item(), model.kl_type)
-            if (model.eps.new_tensor(eps).item(), kl) != own:
+            own = (model.eps, model.kl_type)
+            if (float(eps), kl) != own:
                 raise ValueError(
                     f"The trust region has eps={eps:g} and kl={kl!r}, the ProjectedModel of its actor "
                     f"eps={own[0]:g} and kl={own[1]!r}: they must be the same."
@@ -459,6 +459,13 @@ class TrajectoryKLProjection(LossModule):
                     f"The recorded {role} is not in the batch (key {key}): collect with an actor "
                     "built with return_chain=True and return_dist_params=True, or use "
                     "old_policy='target'."
+                )
+        steps = (*recorded[0].shape[:-2], self.num_steps, recorded[0].shape[-1])
+        for role, entry in zip(("loc", "scale"), recorded[1:], strict=True):
+            if entry.shape != steps:  # it would broadcast
+                raise ValueError(
+                    f"The recorded {role} must have the shape {steps} beside a chain of "
+                    f"{tuple(recorded[0].shape)}, got {tuple(entry.shape)}."
                 )
         # The old policy is a constant, also if it was recorded with gradients on.
         return tuple(entry.detach() for entry in recorded)

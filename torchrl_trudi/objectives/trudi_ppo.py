@@ -219,6 +219,9 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
                 "network, the current one its projection around the recorded kernels, and their ratio "
                 "not 1 where the two agree."
             )
+        bounds = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon,)
+        if not all(bound > 0 for bound in bounds):
+            raise ValueError(f"clip_epsilon must be positive, got {clip_epsilon}.")
         if entropy not in ("path", "surrogate"):
             raise ValueError(f"entropy must be 'path' or 'surrogate', got {entropy!r}.")
         if reduction not in (None, *REDUCTIONS):
@@ -387,6 +390,7 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         if isinstance(tensordict, LazyStackedTensorDict):
             # Upstream pads the entries of a lazy stack, always along its first dimension.
             tensordict = tensordict.contiguous()
+        self._check_shapes(tensordict)
         advantage = self._maybe_normalize_advantage(advantage, tensordict, update_norm=update_norm)
         # The one scoring pass: the kernels in ``dist`` serve ratio, entropy and KL.
         log_weight, dist, kl_approx, log_is_weight = self._log_weight(
@@ -463,6 +467,23 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         centered = advantage - total / count
         variance = reduce(centered.square().sum()) / (count - 1)
         return centered / variance.sqrt().clamp_min(torch.finfo(torch.float).resolution)
+
+    def _check_shapes(self, tensordict: TensorDictBase) -> None:
+        """Entries of another shape would broadcast, against each other or over the batch."""
+        batch = tuple(tensordict.shape)
+        steps = (self.actor_network.num_steps,) if self.actor_network.event_dims == 1 else ()
+        keys = self.tensor_keys
+        for key, expected in (
+            (keys.sample_log_prob, (*batch, *steps)),
+            (keys.advantage, (*batch, 1)),
+            (keys.value_target, (*batch, 1)),
+        ):
+            entry = tensordict.get(key, None)
+            if entry is not None and tuple(entry.shape) != expected:
+                raise ValueError(
+                    f"{key!r} must have the shape {expected} in a batch of {batch}, got "
+                    f"{tuple(entry.shape)}: with another one the objective would be an outer product."
+                )
 
     def _over_steps(self, values: torch.Tensor) -> torch.Tensor:
         """The path's sum, where there is an entry for each step: ``[*B, N, 1]`` to ``[*B, 1]``."""
@@ -580,6 +601,12 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
             if self.critic_network is None:
                 raise RuntimeError(
                     "There is no advantage in the batch, and no critic to compute it."
+                )
+            if tensordict.get(unravel_key(("next", self.tensor_keys.reward)), None) is None:
+                raise KeyError(
+                    f"There is no advantage under {self.tensor_keys.advantage!r}, and the batch is no rollout "
+                    "to compute it from: run loss.value_estimator on the rollout before it is cut into "
+                    "minibatches."
                 )
             self.value_estimator(
                 tensordict,

@@ -116,11 +116,11 @@ def _inputs(env: EnvBase, names: list[str] | None, option: str) -> tuple[list[Ne
     keys, size = [], 0
     for name in chosen:
         if name not in entries:
-            hint = nearest(name, entries)
+            hint = nearest(name, [n for n, key in entries.items() if key in own])
             raise ConfigError(
                 f"{option}: got {name!r}, which is not an entry of the observation"
                 + (f" (did you mean {hint!r}?)" if hint else "")
-                + f", accepted: {', '.join(entries)}"
+                + f", accepted: {', '.join(n for n, key in entries.items() if key in own)}"
             )
         leaf = spec[entries[name]]
         if leaf.ndim != spec.ndim + 1 or not leaf.dtype.is_floating_point:

@@ -50,6 +50,8 @@ class RunCheckpoints:
         num_ranks (int, optional): processes of the run. The state of the environments is that of one
             number of them: with another one new episodes start, and a warning says so.
             Defaults to ``1``.
+        run_id (str, optional): number of the run, see :func:`~torchrl_trudi.trainers.run_dir.run_id`: a
+            checkpoint with another one is refused. Defaults to ``None``: none is asked for.
 
     Examples:
         >>> import tempfile, torch
@@ -72,10 +74,12 @@ class RunCheckpoints:
         *,
         keep_last: int = 3,
         num_ranks: int = 1,
+        run_id: str | None = None,
     ) -> None:
         self._checkpoint = Checkpoint(**components, format="archive")
         self._names = set(components)
         self._num_ranks = num_ranks
+        self._run_id = run_id
         self._rotation = CheckpointRotation(
             directory, keep_last=keep_last, keep_best=("return", "max")
         )
@@ -126,6 +130,8 @@ class RunCheckpoints:
         }
         if self._num_ranks > 1:
             metadata["ranks"] = self._num_ranks
+        if self._run_id is not None:
+            metadata["run"] = self._run_id
         if value is not None:
             metadata["return"] = float(value)
         try:
@@ -191,6 +197,11 @@ class RunCheckpoints:
             raise ConfigError(
                 f"resume: {path} has format {version}, this version of torchrl_trudi reads up to "
                 f"{FORMAT_VERSION}: update it"
+            )
+        of = metadata.get("run")
+        if None not in (of, self._run_id) and of != self._run_id:
+            raise ConfigError(
+                f"resume: {path} is a checkpoint of another run; remove it from there, or start a new run"
             )
         absent = _NEW_IN_2 if version < 2 else set()
         if num_ranks != self._num_ranks:

@@ -27,8 +27,8 @@ class CollectorState:
     taken on. A restored collector gives the batches that the saved one would have given, bit for
     bit on the same machine.
 
-    The state of other environments cannot be read from outside: they start new episodes, and a
-    log message says so. Trajectory identifiers (``track_traj_ids``) are new ones.
+    The state of other environments cannot be read from outside, and that of another number of them is of
+    no use: they start new episodes, and a log message says so. Trajectory identifiers (``track_traj_ids``) are new ones.
 
     Args:
         collector (Collector): a collector in this process.
@@ -78,15 +78,23 @@ class CollectorState:
             state (Mapping): the state.
 
         Raises:
-            ValueError: it is that of another number of environments or of another task.
+            ValueError: it is that of another task.
         """
         if not state["exact"] or not isinstance(_base(self._env), MujocoBatchEnv):
             _log.warning(
                 "resume: the state of these environments cannot be restored: new episodes start"
             )
             return
-        self.restored = True
+        saved, own = len(state["env"]["num_unstable"]), self._env.batch_size.numel()
+        if saved != own:
+            _log.warning(
+                "resume: the checkpoint has %d environments, this run %d: new episodes start",
+                saved,
+                own,
+            )
+            return
         _base(self._env).set_extra_state(state["env"])
+        self.restored = True
         self._carrier().update_(dict(state["carrier"]))
 
     def _carrier(self) -> TensorDict:

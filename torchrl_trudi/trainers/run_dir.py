@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,18 @@ __all__ = [
     "load_config",
     "lock_run",
     "make_run_dir",
+    "record_resume",
     "resumed_config",
+    "run_id",
 ]
 
 _logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration; its presence is what makes a directory a run."""
+
+RUN_ID = "run"
+"""Entry of the versions file: a number of the run's own."""
 
 LOCK_FILE = ".lock"
 """Held by the process that writes a run."""
@@ -77,6 +83,8 @@ _PACKAGES = ("torch", "torchrl", "tensordict", "gymnasium", "mujoco", "numpy")
 
 def make_run_dir(directory: str | Path, config: TrainConfig, resume: str | None = None) -> Path:
     """Make the directory of a new run, or check and return that of a run to be continued.
+
+    The directory of a run to be continued is not written, see :func:`record_resume`.
 
     For a new run, ``directory`` is used as it is if it is absent or empty. If it holds a run
     already, the first free of ``directory-1``, ``directory-2``, ... is used. The default of
@@ -122,7 +130,8 @@ def make_run_dir(directory: str | Path, config: TrainConfig, resume: str | None 
         _logger.info("%s holds a run already: this run goes to %s", target, candidate)
     else:
         _logger.info("run directory: %s", candidate)
-    _replace(candidate / VERSIONS_FILE, _to_json(library_versions()))
+    versions = {**library_versions(), RUN_ID: uuid.uuid4().hex}
+    _replace(candidate / VERSIONS_FILE, _to_json(versions))
     return candidate
 
 
@@ -321,36 +330,60 @@ def _to_json(value: Any) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def _reuse(run_dir: Path, config: TrainConfig) -> Path:
-    """Check that ``config`` can continue the run, and record what has changed."""
+def _changes(run_dir: Path, config: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """What a configuration changes in a run: its value and the one asked for, by key."""
     old = _flatten(OmegaConf.to_container(load_config(run_dir), resolve=True))
     new = _flatten(dataclasses.asdict(config))
     # An option that the stored run does not know yet had no other value than today's default.
     defaults = _flatten(dataclasses.asdict(TrainConfig()))
-    changed = {
+    return {
         key: (before, new.get(key))
         for key in sorted(old.keys() | new.keys())
         if (before := old.get(key, defaults.get(key))) != new.get(key)
     }
 
-    def line(key: str) -> str:
-        before, after = changed[key]
-        return f"{key}: {format_value(before)} -> {format_value(after)}"
 
+def _line(key: str, change: tuple[Any, Any]) -> str:
+    return f"{key}: {format_value(change[0])} -> {format_value(change[1])}"
+
+
+def _reuse(run_dir: Path, config: TrainConfig) -> Path:
+    """Check that ``config`` can continue the run."""
+    changed = _changes(run_dir, config)
+    fixed = list(FIXED_ON_RESUME)
+    if config.optim.lr_schedule == "kl_adaptive":
+        # The learning rate goes on from where the schedule has brought it.
+        fixed.append("optim.lr")
     blocking = [
-        key
-        for key in changed
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED_ON_RESUME)
+        key for key in changed if any(key == name or key.startswith(f"{name}.") for name in fixed)
     ]
     if blocking:
         raise ConfigError(
             f"resume: the run in {str(run_dir)!r} cannot continue with these changes "
             "(its value -> the one asked for); give its values, or start a new run\n"
-            + "\n".join(f"  {line(key)}" for key in blocking)
+            + "\n".join(f"  {_line(key, changed[key])}" for key in blocking)
         )
-    for key in changed:
+    return run_dir
+
+
+def record_resume(run_dir: str | Path, config: TrainConfig) -> None:
+    """Write into a run's directory that it goes on, and with what.
+
+    To be called by the one process that has the run (:func:`lock_run`), when everything is loaded: a
+    call that ends before that changes nothing. The configuration before is kept as ``config.N.yaml``.
+
+    Args:
+        run_dir: the run directory.
+        config: the checked configuration with which it goes on.
+
+    Raises:
+        ConfigError: if the directory cannot be written.
+    """
+    run_dir = Path(run_dir)
+    changed = _changes(run_dir, config)
+    for key, change in changed.items():
         if key != "resume" and not key.startswith("logger."):
-            _logger.info("resume: changed %s", line(key))
+            _logger.info("resume: changed %s", _line(key, change))
 
     versions_path = run_dir / VERSIONS_FILE
     versions = library_versions()
@@ -359,6 +392,8 @@ def _reuse(run_dir: Path, config: TrainConfig) -> Path:
         before = before_versions.get(name, version)
         if before != version:
             _logger.warning("resume: the run used %s %s, now %s", name, before, version)
+    if RUN_ID in before_versions:
+        versions[RUN_ID] = before_versions[RUN_ID]
     try:
         # Always written: its time is what "latest" goes by. The config before it is kept.
         if any(key != "resume" for key in changed):
@@ -368,7 +403,15 @@ def _reuse(run_dir: Path, config: TrainConfig) -> Path:
         _replace(versions_path, _to_json(versions))
     except OSError as error:
         raise ConfigError(f"resume: cannot write to {str(run_dir)!r} ({error.strerror})") from error
-    return run_dir
+
+
+def run_id(run_dir: str | Path) -> str | None:
+    """The number of a run, which its checkpoints bear too; ``None`` for a run of an older version.
+
+    Args:
+        run_dir: the run directory.
+    """
+    return _read_json(Path(run_dir) / VERSIONS_FILE).get(RUN_ID)
 
 
 def _read_json(path: Path) -> dict[str, str]:

@@ -31,8 +31,8 @@ def keep_settings(*optims: torch.optim.Optimizer, states: Container[str] = ()) -
         *optims (torch.optim.Optimizer): the optimisers.
 
     Keyword Args:
-        states (Container of str, optional): settings of the first group that are state all the same, such
-            as the ``"lr"`` of a schedule. Defaults to none.
+        states (Container of str, optional): settings of the first optimiser's first group that are state all
+            the same, such as the ``"lr"`` of a schedule. Defaults to none.
     """
     settings = [
         [
@@ -42,9 +42,9 @@ def keep_settings(*optims: torch.optim.Optimizer, states: Container[str] = ()) -
         for each in optims
     ]
     yield
-    for each, groups in zip(optims, settings, strict=True):
+    for number, (each, groups) in enumerate(zip(optims, settings, strict=True)):
         for index, (group, given) in enumerate(zip(each.param_groups, groups, strict=True)):
-            group.update({k: v for k, v in given.items() if index or k not in states})
+            group.update({k: v for k, v in given.items() if number or index or k not in states})
 
 
 class TruDiUpdate:
