@@ -89,7 +89,7 @@ def train_rank(config: TrainConfig, ranks) -> Path:
     from tqdm import tqdm
 
     from torchrl_trudi.envs import available_cpus, get_observation_norm
-    from torchrl_trudi.objectives import cut_at_quarantined, replace_quarantined
+    from torchrl_trudi.objectives import cut_at_quarantined, replace_quarantined, surrogate_gap
     from torchrl_trudi.record import ScalarWriter, evaluate, plot_learning_curve
     from torchrl_trudi.trainers.builders import (
         build_actor,
@@ -228,6 +228,14 @@ def train_rank(config: TrainConfig, ranks) -> Path:
                 scalars[f"eval/return_{name}"] = result.mean
                 scalars[f"eval/return_{name}_std"] = result.std
                 scalars[f"eval/length_{name}"] = result.length_mean
+            if config.objective.elbo_coeff > 0:
+                # On fresh chains of the policy as it is now, at some states of this iteration.
+                rows = torch.linspace(0, data.numel() - 1, min(256, data.numel())).long()
+                states = data.select(*actor.observation_keys).reshape(-1)[rows.to(device)]
+                with torch.random.fork_rng():
+                    torch.manual_seed(config.seed)
+                    gap = surrogate_gap(actor, states.select(*actor.observation_keys)).gap
+                scalars["eval/surrogate_gap"] = gap.mean().item()
             writer.write(progress["frames"], scalars)
             return scalars
 

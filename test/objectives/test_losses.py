@@ -190,6 +190,23 @@ class TestTruDiLoss(TrudiBase):
     """A diffusion policy with the pathwise gradient."""
 
 
+@pytest.mark.family
+class TestTruDiLossBound(TrudiBase):
+    """With the evidence bound of the recorded actions in the objective."""
+
+    def build_loss(self, **kwargs):
+        return super().build_loss(**{"elbo_coeff": 0.1, **kwargs})
+
+    def build_data(self, loss, *batch):
+        data = super().build_data(loss, *batch)
+        data["back"] = torch.randn_like(data["fresh"][..., 1:, :])
+        return data
+
+    def evaluate(self, loss, data):
+        out = loss.actor_loss(data, noise=data["fresh"], elbo_noise=data["back"])
+        return out.update(loss.critic_loss(data))
+
+
 class TestTruDiLossReplayed(TrudiBase):
     """The old policy's chain is made again from its noise."""
 

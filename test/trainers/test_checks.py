@@ -30,6 +30,7 @@ def refused(config) -> list[str]:
         ("policy", "backward_network", True),
         ("objective", "actor_gradient", "adjoint"),
         ("objective", "num_adjoint_steps", 1),
+        ("objective", "elbo_coeff", 0.1),
     ],
 )
 def test_a_gaussian_policy_refuses_what_it_does_not_have(section, name, value):
@@ -73,6 +74,7 @@ def test_unknown_kind():
         ("objective.target_entropy_scale", 1.0),
         ("objective.actor_gradient", "adjoint"),
         ("objective.entropy_fraction", 0.5),
+        ("objective.elbo_coeff", 0.1),
         ("objective.reuse_actions", True),
         ("trust_region.old_policy", "target"),
         ("collector.chain_dtype", "bfloat16"),
@@ -237,3 +239,11 @@ def test_projection_mode_takes_the_rest():
             validate(
                 {"policy": {"kind": kind}, "trust_region": {**region, "old_policy": old_policy}}
             )
+
+
+@pytest.mark.family
+@pytest.mark.parametrize("name, value", [("old_policy", "target"), ("mode", "projection")])
+def test_the_evidence_bound_needs_recorded_ends_and_backward_kernels(name, value):
+    (line,) = refused({"objective": {"elbo_coeff": 0.1}, "trust_region": {name: value}})
+    assert line.startswith("objective.elbo_coeff: got 0.1, accepted: 0 with ") and value in line
+    validate({"objective": {"elbo_coeff": 0.1}, "trust_region": {"old_policy": "replayed"}})

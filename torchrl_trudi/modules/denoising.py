@@ -423,6 +423,56 @@ class DenoisingModel(ChainModel):
             drift = drift + control.along(latent)
         return latent + eta * drift
 
+    def sample_backward(
+        self,
+        observation: torch.Tensor,
+        final: torch.Tensor,
+        noise: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        r"""Draw a chain backwards from where it ends, with the backward kernels.
+
+        :math:`x_n \sim B_n(\cdot | x_{n+1})` for :math:`n = N-1, \dots, 0`. It is differentiable in
+        ``final``, step sizes, friction, a learned prior and a learned backward control. Without the
+        latter it takes no network call.
+
+        Args:
+            observation (torch.Tensor): ``[*B, O]``; read only by a learned backward control.
+            final (torch.Tensor): final latents :math:`x_N`, ``[*B, A]``.
+            noise (torch.Tensor, optional): standard normals ``[*B, N, A]``; index ``n`` makes
+                :math:`x_n`. Drawn if not given.
+
+        Returns:
+            tuple of torch.Tensor: the chain ``[*B, N + 1, A]``, which ends in ``final``, and
+            :math:`\sum_n \log B_n(x_n | x_{n+1})`, ``[*B]``.
+
+        Raises:
+            ValueError: noise of another shape.
+        """
+        expected = (*final.shape[:-1], self.num_steps, self.action_dim)
+        if noise is None:
+            noise = torch.randn(expected, device=final.device, dtype=self.low.dtype)
+        elif tuple(noise.shape) != expected:
+            raise ValueError(f"noise must have shape {expected}, got {tuple(noise.shape)}.")
+        eta, scale = self.kernel_coefficients()
+        keep, shift = self._affine_drift(eta)
+        control = None
+        if self.backward_network is not None:
+            control = ChainControl(self.backward_network, observation, self._steps[1:])
+        latent = final
+        latents = [latent]
+        for n in reversed(range(self.num_steps)):
+            mean = latent * keep[n]
+            if shift is not None:
+                mean = mean + shift[n]
+            if control is not None:
+                mean = mean + eta[n] * control.at(latent, n)
+            latent = mean + scale[n] * noise[..., n, :]
+            latents.append(latent)
+        # Of a draw with this noise: exact, where differences of latents would cancel.
+        log_prob = gaussian_log_prob(noise, torch.zeros_like(scale), torch.ones_like(scale))
+        log_prob = (log_prob - scale.log().sum(-1)).sum(-1)
+        return torch.stack(latents[::-1], -2), log_prob
+
     def log_prob(self, observation: torch.Tensor, chain: DenoisingChain) -> PathLogProb:
         r"""Log-probability surrogate ``L`` of a chain drawn from this model.
 

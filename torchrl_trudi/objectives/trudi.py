@@ -23,6 +23,7 @@ from torchrl_trudi.modules.distributions import gaussian_log_prob
 from torchrl_trudi.modules.projected_model import ProjectedModel
 from torchrl_trudi.modules.tensordict_module import ChainActor, HLGaussValueOperator
 from torchrl_trudi.objectives._parameters import ActorCriticParameters
+from torchrl_trudi.objectives.elbo import path_elbo
 from torchrl_trudi.objectives.trajectory_kl import (
     REDUCTIONS,
     PathKL,
@@ -46,6 +47,22 @@ def _steered(model: ChainModel) -> DenoisingModel:
     return model
 
 
+def _check_elbo(elbo_coeff: float, model: ChainModel, trust_region: TrajectoryKLProjection) -> None:
+    """What the evidence bound needs: a chain with backward kernels, and where recorded ones end."""
+    if not elbo_coeff >= 0:
+        raise ValueError(f"elbo_coeff must not be negative, got {elbo_coeff}.")
+    if elbo_coeff > 0 and not isinstance(model, DenoisingModel):
+        raise ValueError(
+            "elbo_coeff > 0 needs the backward kernels of a denoising chain, which a "
+            f"{type(model).__name__} does not have."
+        )
+    if elbo_coeff > 0 and trust_region.old_policy == "target":
+        raise ValueError(
+            "elbo_coeff > 0 needs the actions that were taken: old_policy='recorded' or 'replayed', "
+            "not 'target'."
+        )
+
+
 class TruDiLoss(ActorCriticParameters, LossModule):
     r"""TruDi: pathwise maximum-entropy actor-critic with a trust region on the denoising path (arXiv 2606.15260).
 
@@ -62,6 +79,11 @@ class TruDiLoss(ActorCriticParameters, LossModule):
 
     ``forward`` gives all losses of a batch at once. The published loop steps the critic first and the
     actor on the stepped critic: call :meth:`critic_loss` and :meth:`actor_loss` for that.
+
+    With ``elbo_coeff`` :math:`= c > 0` the objective of a state is
+    :math:`\mathrm{sg}(\alpha) L - Q(s, a) - c\, \mathrm{ELBO}(x_N)` on the recorded chain's final latent, see
+    :func:`~torchrl_trudi.objectives.path_elbo`. It is part of the objective: in ``"switch"`` mode the states beyond
+    the bound get none of it, so that the trust region holds it as well.
 
     With a :class:`~torchrl_trudi.modules.GaussianActor`, whose chain has one step and whose :math:`L` is the
     log-probability of the action, this is REPPO's actor (arXiv 2507.11019).
@@ -97,17 +119,21 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         entropy_fraction (float, optional): where the states are split by the gate, the entropy of
             those beyond it is needed for the temperature alone. It is estimated on this fraction
             of them, drawn without replacement: unbiased, with less work. Defaults to ``1.0``.
+        elbo_coeff (float, optional): weight of the evidence bound of the recorded actions, which keeps
+            :math:`L` close to the log-probability for which it stands, at the price of one more evaluation of the
+            recorded states. ``0`` leaves it out, at no cost. Defaults to ``0.0``.
         reduction (str, optional): ``"mean"`` or ``"sum"`` over the states, or ``"none"``: every loss per
             state, ``[*B]``, in the input's order. The diagnostics are means always.
             Defaults to ``"mean"``.
 
     Raises:
         NotImplementedError: a recurrent network.
-        ValueError: ``init_temperature <= 0``, ``aux_coeff < 0``, ``entropy_fraction`` outside
+        ValueError: ``init_temperature <= 0``, ``aux_coeff < 0``, ``elbo_coeff < 0``, ``entropy_fraction`` outside
             ``(0, 1]``, or below 1 with ``reduction="none"``; an unknown ``reduction``; a trust region on
             another actor, or in ``"projection"`` mode on one that does not act projected
             (:class:`~torchrl_trudi.modules.ProjectedModel`); a critic that does not read the action;
-            ``"adjoint"`` with a policy that has no control.
+            ``"adjoint"`` with a policy that has no control; ``elbo_coeff > 0`` with one that has no backward
+            kernels or with ``old_policy="target"``.
         KeyError: missing entries in the batch.
 
     Examples:
@@ -185,6 +211,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         actor_gradient: Literal["pathwise", "adjoint"] = "pathwise",
         num_adjoint_steps: int | None = None,
         entropy_fraction: float = 1.0,
+        elbo_coeff: float = 0.0,
         reduction: Reduction = "mean",
     ) -> None:
         if not init_temperature > 0:
@@ -223,6 +250,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             )
         if actor_gradient == "adjoint":
             _steered(actor_network.module)
+        _check_elbo(elbo_coeff, actor_network.module, trajectory_kl)
         if num_adjoint_steps is not None:
             if actor_gradient != "adjoint":
                 raise ValueError("num_adjoint_steps needs actor_gradient='adjoint'.")
@@ -251,6 +279,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         self.target_entropy_scale = target_entropy_scale
         self.split_by_gate = split_by_gate
         self.entropy_fraction = entropy_fraction
+        self.elbo_coeff = float(elbo_coeff)
         self.reduction = reduction
         # A setting, not state: a checkpoint must not bring back the one it was made with.
         self.register_buffer("aux_coeff", reference.new_tensor(float(aux_coeff)), persistent=False)
@@ -381,6 +410,7 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         *,
         noise: torch.Tensor | None = None,
         kl_noise: torch.Tensor | None = None,
+        elbo_noise: torch.Tensor | None = None,
     ) -> TensorDict:
         """Losses of the actor and the duals.
 
@@ -392,6 +422,8 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             noise (torch.Tensor, optional): standard normals of the sampled chain ``[*B, N + 1, A]``.
             kl_noise (torch.Tensor, optional): those of the fresh old paths, see
                 :meth:`TrajectoryKLProjection.path_kl`.
+            elbo_noise (torch.Tensor, optional): those of the backward paths ``[*B, N, A]``, with
+                ``elbo_coeff > 0``.
 
         Returns:
             TensorDict: ``loss_actor``, ``loss_temperature``, ``loss_kl_multiplier`` and diagnostics.
@@ -402,10 +434,12 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         check_not_empty(tensordict)
         kl: PathKL | ProjectedPathKL
         if self._splits_by_gate() and not self._is_transformed(tensordict):
-            loss_actor, running, saturation, kl = self._gated_actor_parts(tensordict, noise)
+            loss_actor, running, saturation, kl = self._gated_actor_parts(
+                tensordict, noise, elbo_noise
+            )
         else:
             loss_actor, running, saturation, kl = self._dense_actor_parts(
-                tensordict, noise, kl_noise
+                tensordict, noise, kl_noise, elbo_noise
             )
         # In units of the action box: the target then means the same for every action space.
         model = self.actor_network.module
@@ -447,9 +481,25 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         )
 
     def _objective(
+        self,
+        tensordict: TensorDictBase,
+        noise: torch.Tensor | None,
+        elbo_noise: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The objective of each state, ``-log|det| - log w`` of its fresh chain, and its action."""
+        objective, running, action = self._policy_objective(tensordict, noise)
+        if self.elbo_coeff > 0:
+            final = tensordict.get(self.trajectory_kl.tensor_keys.chain)[..., -1, :].detach()
+            with self._actor_context() as actor:
+                model, observation = _steered(actor.module), actor.observation(tensordict)
+                elbo = path_elbo(model, observation, final, elbo_noise).elbo
+            objective = objective - self.elbo_coeff * elbo
+        return objective, running, action
+
+    def _policy_objective(
         self, tensordict: TensorDictBase, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The pathwise objective on a fresh chain, ``-log|det| - log w`` of it, and its action."""
+        """What the policy is to minimise on a fresh chain, and of it what :meth:`_objective` gives."""
         if self.actor_gradient == "adjoint":
             return self._adjoint_objective(tensordict, noise)
         with self._actor_context() as actor:
@@ -549,15 +599,21 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         tensordict: TensorDictBase,
         noise: torch.Tensor | None,
         kl_noise: torch.Tensor | None,
+        elbo_noise: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL | ProjectedPathKL]:
         """Both branches for every state: loss and ``running`` per state, mean of the saturation, KL."""
-        objective, running, action = self._objective(tensordict, noise)
+        if self.elbo_coeff > 0:
+            tensordict = self.trajectory_kl.replay(tensordict)
+        objective, running, action = self._objective(tensordict, noise, elbo_noise)
         kl = self.trajectory_kl.path_kl(tensordict, kl_noise)
         loss = self.trajectory_kl.combine(objective, kl)
         return loss, running.detach(), self.actor_network.module.saturation(action.detach()), kl
 
     def _gated_actor_parts(
-        self, tensordict: TensorDictBase, noise: torch.Tensor | None
+        self,
+        tensordict: TensorDictBase,
+        noise: torch.Tensor | None,
+        elbo_noise: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PathKL]:
         """The same numbers and gradients, with a graph only for the branch that a state takes."""
         trust_region = self.trajectory_kl
@@ -568,6 +624,12 @@ class TruDiLoss(ActorCriticParameters, LossModule):
             # Drawn for all states at once, as in the dense form.
             noise = self.actor_network.module.draw_noise((size,))
         noise = noise.reshape(size, *noise.shape[-2:])
+        ends = []
+        if self.elbo_coeff > 0:
+            ends.append(trust_region.tensor_keys.chain)
+            if elbo_noise is None:
+                elbo_noise = torch.randn_like(noise[..., 1:, :])
+            elbo_noise = elbo_noise.reshape(size, *elbo_noise.shape[-2:])
         # Once for all that follows.
         tensordict = trust_region.replay(tensordict)
         samples_steps = self.num_adjoint_steps is not None
@@ -580,8 +642,12 @@ class TruDiLoss(ActorCriticParameters, LossModule):
         )
         losses, runnings, saturation = [], [], noise.new_zeros(())
         if len(within):
-            part = tensordict.select(*self.actor_network.observation_keys, *self._state_keys)
-            objective, part_running, action = self._objective(part[within], noise[within])
+            read = (*self.actor_network.observation_keys, *self._state_keys, *ends)
+            objective, part_running, action = self._objective(
+                tensordict.select(*read)[within],
+                noise[within],
+                None if elbo_noise is None else elbo_noise[within],
+            )
             losses.append(objective)
             runnings.append(part_running.detach())
             saturation = len(within) * self.actor_network.module.saturation(action.detach())

@@ -314,6 +314,7 @@ def build_loss(
         actor_gradient=objective.actor_gradient,
         num_adjoint_steps=objective.num_adjoint_steps,
         entropy_fraction=objective.entropy_fraction,
+        elbo_coeff=objective.elbo_coeff,
     )
     loss.make_value_estimator(
         "soft_td_lambda",

@@ -37,6 +37,7 @@ _READERS = {
             "policy.backward_network",
             "objective.actor_gradient",
             "objective.num_adjoint_steps",
+            "objective.elbo_coeff",
             "objective.ratio",
         ),
         "gaussian": ("policy.init_scale",),
@@ -48,6 +49,7 @@ _READERS = {
             "objective.actor_gradient",
             "objective.num_adjoint_steps",
             "objective.entropy_fraction",
+            "objective.elbo_coeff",
             "objective.reuse_actions",
             "trust_region.old_policy",
             "collector.chain_dtype",
@@ -147,6 +149,11 @@ def contradictions(config: TrainConfig) -> list[str]:
             f"collector.chain_dtype: got {collector.chain_dtype!r}, accepted: 'float32' with "
             f"trust_region.old_policy={recorded}, which keeps no chains; a shorter type with "
             "trust_region.old_policy=recorded"
+        )
+    if config.objective.elbo_coeff > 0 and recorded == "target":
+        problems.append(
+            f"objective.elbo_coeff: got {config.objective.elbo_coeff}, accepted: 0 with "
+            "trust_region.old_policy=target, which keeps no record of where chains ended"
         )
     if trust_region.num_paths > 1 and recorded != "target":
         problems.append(
@@ -270,6 +277,11 @@ def _options_of_the_projection(config: TrainConfig) -> list[str]:
         problems.append(
             "objective.actor_gradient: got 'adjoint', accepted: 'pathwise' with "
             "trust_region.mode=projection, whose means are no linear function of the control"
+        )
+    if config.objective.elbo_coeff > 0:
+        problems.append(
+            f"objective.elbo_coeff: got {config.objective.elbo_coeff}, accepted: 0 with "
+            "trust_region.mode=projection, whose policy is a chain without backward kernels of its own"
         )
     return problems
 

@@ -345,6 +345,12 @@ class ObjectiveConfig:
         gt=0,
         le=1,
     )
+    elbo_coeff: float = option(
+        0.0,
+        "Weight of the evidence bound of the recorded actions, which keeps the entropy's surrogate close to "
+        "the log-probability; with it the gap between them is logged at evaluation (docs/family.md). 0 leaves it out.",
+        ge=0,
+    )
     reuse_actions: bool = option(
         False,
         "Bootstrap from the next row's recorded action instead of a fresh one, which saves a chain "
