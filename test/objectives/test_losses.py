@@ -36,7 +36,12 @@ from torchrl.objectives.utils import ValueEstimators
 from torchrl.objectives.value import ValueEstimatorBase, VTrace
 
 from torchrl_trudi import objectives
-from torchrl_trudi.objectives import TrajectoryKLProjection, TruDiLoss, TruDiPPOLoss
+from torchrl_trudi.objectives import (
+    DenoisingDistillationLoss,
+    TrajectoryKLProjection,
+    TruDiLoss,
+    TruDiPPOLoss,
+)
 
 RECORD = {
     "chain": ("denoising", "chain"),
@@ -522,6 +527,53 @@ class TestTruDiPPOLossProjected(PPOBase):
         """There is none here."""
         with pytest.raises(ValueError, match="delay_actor"):
             self.build_loss(delay_actor=True)
+
+
+class DistillationBase(LossModuleTestBase):
+    loss_class = DenoisingDistillationLoss
+    default_keys: ClassVar = {"chain": ("denoising", "chain"), "task": "task"}
+    draws = False
+    mode: ClassVar[str]
+    num_steps: ClassVar[int] = STEPS
+
+    def build_loss(self, *, dtype=DTYPE, **kwargs):
+        teachers = [make_actor(dtype=dtype) for _ in range(3)]
+        student = make_actor(dtype=dtype, num_steps=self.num_steps)
+        settings = {"mode": self.mode, "task_weights": [1.0, 0.5, 2.0], **kwargs}
+        return DenoisingDistillationLoss(student, teachers, **settings)
+
+    def build_data(self, loss, *batch):
+        data = moved_batch(loss.student_network, *batch)
+        data["task"] = torch.arange(data.numel()).reshape(batch) % 3
+        return data
+
+    def test_shared_layers(self):
+        """Teachers are copies: a layer that one shares with the student is trained in the student alone."""
+        student = make_actor()
+        loss = DenoisingDistillationLoss(student, [student], mode=self.mode)
+        names = {name for name, _ in loss.named_parameters()}
+        assert len(names) == len(list(student.parameters()))
+        assert not any(name.startswith("teachers") for name in names)
+        data = make_batch(student, 4)
+        assert loss(data)["loss_distillation"].abs() < 1e-12
+        nudge(student, 0.3)
+        assert loss(data)["loss_distillation"] > 1e-6
+
+
+@pytest.mark.family
+class TestDenoisingDistillationLoss(DistillationBase):
+    mode = "kl"
+
+
+@pytest.mark.family
+class TestDenoisingDistillationLossMean(DistillationBase):
+    mode = "mean"
+
+
+@pytest.mark.family
+class TestDenoisingDistillationLossAction(DistillationBase):
+    mode = "action"
+    num_steps = 2
 
 
 def subclasses(cls) -> set[type]:

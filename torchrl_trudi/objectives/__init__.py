@@ -1,3 +1,4 @@
+from torchrl_trudi.objectives.distillation import DenoisingDistillationLoss
 from torchrl_trudi.objectives.elbo import PathELBO, SurrogateGap, path_elbo, surrogate_gap
 from torchrl_trudi.objectives.functional import soft_td_lambda_return
 from torchrl_trudi.objectives.quarantine import cut_at_quarantined, replace_quarantined
@@ -11,6 +12,7 @@ from torchrl_trudi.objectives.trudi_ppo import TruDiPPOLoss
 from torchrl_trudi.objectives.value import SOFT_TD_LAMBDA, SoftTDLambdaEstimator
 
 __all__ = [
+    "DenoisingDistillationLoss",
     "PathELBO",
     "PathKL",
     "ProjectedPathKL",
