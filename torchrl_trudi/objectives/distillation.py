@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, TensorDictParams
@@ -110,6 +110,8 @@ class DenoisingDistillationLoss(LossModule):
     student_network_params: TensorDictParams
     target_student_network_params: TensorDictParams
     task_weights: torch.Tensor
+    # Any: a ModuleList's entries are modules of no particular kind to a type checker.
+    teachers: Any
 
     def __init__(
         self,
@@ -261,7 +263,9 @@ class DenoisingDistillationLoss(LossModule):
         for k, teacher in enumerate(self.teachers):
             observation, model = teacher.observation(tensordict), teacher.module
             if latents is None:
-                entries = (model.deterministic_chain(observation).latents[..., -1, :].tanh(),)
+                entries: tuple[torch.Tensor, ...] = (
+                    model.deterministic_chain(observation).latents[..., -1, :].tanh(),
+                )
             else:
                 loc, scale = model.score(observation, latents)
                 entries = (loc, scale.expand_as(loc))
