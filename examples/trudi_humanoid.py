@@ -108,6 +108,7 @@ def train_rank(config: TrainConfig, ranks) -> Path:
     from torchrl_trudi.trainers.shared_statistics import SharedStatistics
     from torchrl_trudi.trainers.skips import SkipMonitor
     from torchrl_trudi.trainers.stop_request import StopRequest
+    from torchrl_trudi.trainers.task_interface import TaskInterface
     from torchrl_trudi.trainers.update import keep_settings
 
     device = ranks.device
@@ -175,6 +176,7 @@ def train_rank(config: TrainConfig, ranks) -> Path:
             keep_last=config.logger.keep_checkpoints,
             num_ranks=ranks.world_size,
             run_id=run_id(run_dir),
+            task=TaskInterface.of(env, actor.observation_keys),
         )
         if config.resume is not None:
             optims = (update.optim_actor, update.optim_critic)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torchrl_trudi.modules.networks import num_rows
+
 # Rows of the network's input that one call takes on the CPU: the activations of more do not stay in
 # the cache between one layer and the next.
 _BLOCK_ROWS = 2048
@@ -28,7 +30,7 @@ class ChainControl:
         self._projects = hasattr(network, "forward_projected")
         self._weights: tuple[tuple[torch.Tensor, ...], ...] = ()
         if hasattr(network, "shared_weights"):
-            self._weights = (network.shared_weights(observation.shape[:-1].numel()),)
+            self._weights = (network.shared_weights(num_rows(observation)),)
         self._observation = (
             network.project_observation(observation) if self._projects else observation
         )

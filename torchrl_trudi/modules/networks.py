@@ -81,10 +81,18 @@ class _OutputLayer(nn.Linear):
         self.bias.zero_()
 
 
-def _widened(layer: nn.Linear, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def num_rows(values: torch.Tensor) -> int:
+    """Rows of a batch ``[*B, X]``, the size of ``*B``; 1 while a graph is exported.
+
+    An exported graph serves batches of every size: no choice in it may depend on one.
+    """
+    return 1 if torch.compiler.is_exporting() else values.shape[:-1].numel()
+
+
+def _widened(layer: nn.Linear, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and bias of a layer with few outputs, with rows of zeros where that is faster."""
     missing = -layer.out_features % 8
-    if missing and layer.weight.device.type == "cpu" and num_rows >= 128:
+    if missing and layer.weight.device.type == "cpu" and rows >= 128:
         # A product with a multiple of 8 columns is a third faster, columns of zeros included.
         return F.pad(layer.weight, (0, 0, 0, missing)), F.pad(layer.bias, (0, missing))
     return layer.weight, layer.bias
@@ -264,7 +272,7 @@ class ScoreNetwork(nn.Module):
             shape = torch.broadcast_shapes(shape, latent.shape[:-1])
             base, latent = base.expand(*shape, -1), latent.expand(*shape, -1)
         if weights is None:
-            weights = self.shared_weights(shape.numel())
+            weights = self.shared_weights(num_rows(base))
         first, last, bias = weights
         hidden = torch.addmm(
             base.reshape(-1, base.shape[-1]), latent.reshape(-1, self.action_dim), first
@@ -384,6 +392,6 @@ class GaussianNetwork(nn.Module):
             )
         hidden = self.hidden(self.input(observation))
         # Under autocast the layers answer in a short type: the scale is not taken in it.
-        weight, bias = _widened(self.output, hidden.shape[:-1].numel())
+        weight, bias = _widened(self.output, num_rows(hidden))
         out = F.linear(hidden, weight, bias)[..., : self.output.out_features]
         return self.extractor(out.to(observation.dtype))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, unravel_key
 from tensordict.nn import TensorDictModule
+from torchrl.data import TensorSpec
 from torchrl.envs import EnvBase
 from torchrl.modules import MLP, ValueOperator
 from torchrl.objectives import KLAdaptiveLR, ValueEstimators
@@ -36,6 +37,7 @@ from torchrl_trudi.trainers.update import TruDiUpdate
 
 __all__ = [
     "build_actor",
+    "build_actor_from_sizes",
     "build_buffer_transform",
     "build_critic",
     "build_env",
@@ -150,10 +152,31 @@ def build_actor(
     Raises:
         ConfigError: ``policy.in_keys`` names something that is not a vector of the observation.
     """
-    policy = config.policy
-    action_dim = env.action_spec.shape[-1]
-    in_keys, obs_dim = _inputs(env, policy.in_keys, "policy.in_keys")
+    in_keys, obs_dim = _inputs(env, config.policy.in_keys, "policy.in_keys")
+    return build_actor_from_sizes(config, in_keys, obs_dim, env.action_spec, device)
 
+
+def build_actor_from_sizes(
+    config: TrainConfig,
+    in_keys: list[NestedKey],
+    obs_dim: int,
+    action_spec: TensorSpec,
+    device: torch.device | None = None,
+) -> ChainActor:
+    """The policy of :func:`build_actor`, without an environment.
+
+    Args:
+        config: the checked configuration.
+        in_keys: entries of the observation that the policy reads.
+        obs_dim: the sum of their sizes.
+        action_spec: the box in which it acts.
+        device: device of the parameters.
+
+    Returns:
+        The policy.
+    """
+    policy = config.policy
+    action_dim = action_spec.shape[-1]
     sizes: dict[str, Any] = {
         "num_layers": policy.num_layers,
         "hidden_size": policy.hidden_size,
@@ -163,7 +186,7 @@ def build_actor(
     }
     front: dict[str, Any] = {
         "in_keys": in_keys,
-        "spec": env.action_spec.to(device),
+        "spec": action_spec.to(device),
         **_record(config),
         "device": device,
     }

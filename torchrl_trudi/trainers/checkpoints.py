@@ -14,6 +14,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointRotation
 
 from torchrl_trudi.trainers.config import TrainConfig
 from torchrl_trudi.trainers.options import ConfigError
+from torchrl_trudi.trainers.task_interface import TaskInterface
 
 __all__ = ["FORMAT_VERSION", "RunCheckpoints"]
 
@@ -52,6 +53,8 @@ class RunCheckpoints:
             Defaults to ``1``.
         run_id (str, optional): number of the run, see :func:`~torchrl_trudi.trainers.run_dir.run_id`: a
             checkpoint with another one is refused. Defaults to ``None``: none is asked for.
+        task (TaskInterface, optional): stored beside the parts, so that the policy can be built without an
+            environment. Defaults to ``None``.
 
     Examples:
         >>> import tempfile, torch
@@ -75,11 +78,13 @@ class RunCheckpoints:
         keep_last: int = 3,
         num_ranks: int = 1,
         run_id: str | None = None,
+        task: TaskInterface | None = None,
     ) -> None:
         self._checkpoint = Checkpoint(**components, format="archive")
         self._names = set(components)
         self._num_ranks = num_ranks
         self._run_id = run_id
+        self._task = task
         self._rotation = CheckpointRotation(
             directory, keep_last=keep_last, keep_best=("return", "max")
         )
@@ -132,6 +137,8 @@ class RunCheckpoints:
             metadata["ranks"] = self._num_ranks
         if self._run_id is not None:
             metadata["run"] = self._run_id
+        if self._task is not None:
+            metadata["task"] = self._task.to_dict()
         if value is not None:
             metadata["return"] = float(value)
         try:
