@@ -61,6 +61,8 @@ setup(
             "pandas<3",
             "stable-baselines3>=2.7,<3",
         ],
+        # ONNX files of policies; acting with one needs numpy and onnxruntime alone.
+        "export": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.5",
