@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NestedKey, TensorDict, unravel_key
 from torchrl.checkpoint import Checkpoint
 from torchrl.data import Bounded
 from torchrl.envs import ExplorationType, set_exploration_type
@@ -49,7 +49,9 @@ class RestoredPolicy:
 
     Args:
         actor (ChainActor): the policy, in eval mode, on the CPU.
-        norm (RunningObservationNorm, optional): the frozen normalisation, ``None`` without one.
+        norm (RunningObservationNorm, optional): the frozen normalisation of the entries that the
+            policy reads, ``None`` without one.
+        run_norm (RunningObservationNorm, optional): that of all entries, for an environment of the run.
         task (TaskInterface): what it has to know of its task.
         config (TrainConfig): the configuration of the run.
         frames (int): environment steps of the training.
@@ -59,6 +61,7 @@ class RestoredPolicy:
 
     actor: ChainActor
     norm: RunningObservationNorm | None
+    run_norm: RunningObservationNorm | None
     task: TaskInterface
     config: TrainConfig
     frames: int
@@ -202,13 +205,17 @@ def restore_policy(path: str | os.PathLike) -> RestoredPolicy:
             finally:
                 env.close()
     _load_model(actor, parts["loss"].values, path)
-    norm = None
+    norm = run_norm = None
     if "observation_norm" in parts:
-        norm = _norm(task, parts["observation_norm"].values)
+        statistics = _statistics(parts["observation_norm"].values)
+        run_norm = RunningObservationNorm(statistics, frozen=True)
+        read = {key: statistics[key] for key in task.in_keys if key in statistics}
+        norm = RunningObservationNorm(read, frozen=True) if read else None
     text = json.dumps(metadata["config"], sort_keys=True)
     return RestoredPolicy(
         actor=actor.requires_grad_(False).eval(),
         norm=norm,
+        run_norm=run_norm,
         task=task,
         config=config,
         frames=int(metadata.get("frames", 0)),
@@ -244,13 +251,16 @@ def _load_model(actor: ChainActor, state: dict[str, Any], path: Path) -> None:
         ) from error
 
 
-def _norm(task: TaskInterface, state: dict[str, Any]) -> RunningObservationNorm | None:
-    """The normalisation of the entries that the policy reads, those that have one."""
-    found = {}
-    for key, (name, size) in zip(task.in_keys, task.observation, strict=True):
-        prefix = f"statistics.{name.replace('.', '/')}."
-        values = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        if values:
-            found[key] = RunningMeanVar((size,))
-            found[key].load_state_dict(values)
-    return RunningObservationNorm(found, frozen=True) if found else None
+def _statistics(state: dict[str, Any]) -> dict[NestedKey, RunningMeanVar]:
+    """The statistics of a normalisation's state, by the entry that they are of."""
+    found: dict[NestedKey, RunningMeanVar] = {}
+    for full, mean in state.items():
+        if full.startswith("statistics.") and full.endswith(".mean"):
+            prefix = full.removesuffix("mean")
+            name = prefix.removeprefix("statistics.").removesuffix(".")
+            statistics = RunningMeanVar(mean.shape)
+            statistics.load_state_dict(
+                {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            )
+            found[unravel_key(tuple(name.split("/")))] = statistics
+    return found
