@@ -80,7 +80,7 @@ def export_policy(
     # In the same folder: a rename within a file system is whole or not at all.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=target.parent) as folder:
         stage = Path(folder) / f"policy{target.suffix}"
-        write = _write_onnx if target.suffix == ".onnx" else _write_pt2
+        write = write_onnx if target.suffix == ".onnx" else write_pt2
         write(restored.module(), metadata, stage)
         _check_parity(restored, metadata, stage, tolerance)
         if overwrite:
@@ -117,12 +117,14 @@ def _export(module: PolicyModule, metadata: PolicyMetadata) -> torch.export.Expo
         return torch.export.export(module, _example(metadata), dynamic_shapes=shapes, strict=False)
 
 
-def _write_pt2(module: PolicyModule, metadata: PolicyMetadata, path: Path) -> None:
+def write_pt2(module: PolicyModule, metadata: PolicyMetadata, path: Path) -> None:
+    """Writes a module and its metadata as an archive of ``torch.export``; checks nothing."""
     text = json.dumps(metadata.encode())
     torch.export.save(_export(module, metadata), path, extra_files={METADATA_FILE: text})
 
 
-def _write_onnx(module: PolicyModule, metadata: PolicyMetadata, path: Path) -> None:
+def write_onnx(module: PolicyModule, metadata: PolicyMetadata, path: Path) -> None:
+    """Writes a module and its metadata as an ONNX file; checks nothing."""
     names = ["observation", "noise"] if metadata.stochastic else ["observation"]
     with _quiet():
         program = torch.onnx.export(
