@@ -1,0 +1,123 @@
+"""``python -m torchrl_trudi.envs.suites``: the table of all tasks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torchrl_trudi.envs.suites.registry import SUITES, get_suite, list_tasks
+
+__all__ = ["main", "make_table"]
+
+_COLUMNS = ("suite", "task", "paper", "observation", "action", "preset", "metric")
+
+
+def make_table(suite: str | None = None) -> list[dict[str, Any]]:
+    """The table as data.
+
+    Args:
+        suite (str, optional): only this suite. Defaults to ``None``, all.
+
+    Returns:
+        list of dict: one for each task, with the keys ``suite``, ``task``, ``paper``,
+        ``paper_inferred``, ``observation``, ``action``, ``privileged``, ``preset``, ``metric``,
+        ``variants``, ``installed``, ``supported`` and ``install``. Sizes that are not known are
+        ``None``.
+
+    Raises:
+        ValueError: if there is no such suite.
+
+    Examples:
+        >>> from torchrl_trudi.envs.suites.__main__ import make_table
+        >>> row = make_table("humanoid_bench")[0]
+        >>> row["task"], row["paper"]
+        ('h1hand-stand-v0', True)
+    """
+    tasks = list_tasks(suite)
+    installed = {name: get_suite(name).is_installed() for name in {task.suite for task in tasks}}
+    return [
+        {
+            "suite": task.suite,
+            "task": task.task,
+            "paper": task.paper,
+            "paper_inferred": task.paper_inferred,
+            "observation": task.observation,
+            "action": task.action,
+            "privileged": task.privileged,
+            "preset": task.preset,
+            "metric": task.metric,
+            "variants": list(task.variants),
+            "installed": installed[task.suite],
+            "supported": get_suite(task.suite).adapter is not None,
+            "install": get_suite(task.suite).install,
+        }
+        for task in tasks
+    ]
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if column == "paper":
+        # The star: a conclusion, not the paper's word.
+        return ("yes" if value else "no") + ("*" if row["paper_inferred"] else "")
+    return "-" if value is None else str(value)
+
+
+def _format(table: list[dict[str, Any]], suites: Sequence[str]) -> str:
+    rows = [_COLUMNS, *(tuple(_cell(row, column) for column in _COLUMNS) for row in table)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    lines += ["", f"{sum(row['paper'] for row in table)} of these are the paper's."]
+    if any(row["paper_inferred"] for row in table):
+        lines.append(
+            "* inferred: the paper has 24 of Playground's 25 control tasks and does not say which."
+        )
+    lines.append("")
+    for name in suites:
+        suite = SUITES[name]
+        state = "installed" if suite.is_installed() else f"not installed: {suite.install}"
+        if suite.adapter is None:
+            state += " (not supported yet: make_env cannot make its tasks)"
+        lines.append(f"{name}: {state}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the table to standard output.
+
+    Args:
+        argv (sequence of str, optional): the arguments. Defaults to ``None``, those of the process.
+
+    Returns:
+        int: the exit code: 0.
+
+    Raises:
+        SystemExit: with code 2 if an argument is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_trudi.envs.suites",
+        description="List the benchmark tasks, and what is installed.",
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON list with an object per task")
+    parser.add_argument("--suite", metavar="NAME", help=f"only this one of {', '.join(SUITES)}")
+    arguments = parser.parse_args(argv)
+    try:
+        table = make_table(arguments.suite)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.json:
+        text = json.dumps(table, indent=1)
+    else:
+        text = _format(table, list(SUITES) if arguments.suite is None else [arguments.suite])
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
