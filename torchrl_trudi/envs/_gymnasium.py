@@ -58,6 +58,7 @@ def make_gymnasium_env(
     vectorization: str,
     max_episode_steps: int | None,
     env_kwargs: Mapping[str, Any],
+    wrap: Callable[[Callable[[], gymnasium.Env]], gymnasium.Env] | None = None,
 ) -> GymnasiumVectorEnv:
     """Builds the batched environment, without transforms.
 
@@ -72,6 +73,8 @@ def make_gymnasium_env(
         max_episode_steps (int, optional): truncates episodes; ``None`` keeps the limit of the
             task.
         env_kwargs (Mapping[str, Any]): arguments of the task.
+        wrap (callable, optional): makes each sub-environment from the function that would, and can be
+            pickled. Defaults to ``None``, the function itself.
 
     Returns:
         GymnasiumVectorEnv: the environment, of batch size ``[num_envs]``.
@@ -82,13 +85,15 @@ def make_gymnasium_env(
     """
     spec = _find_spec(name)
     # The spec rather than the name: worker processes need not have the task registered.
-    make_one = functools.partial(
+    make_one: Callable[[], gymnasium.Env] = functools.partial(
         gymnasium.make,
         spec,
         max_episode_steps=max_episode_steps,
         disable_env_checker=True,
         **env_kwargs,
     )
+    if wrap is not None:
+        make_one = functools.partial(wrap, make_one)
     _check_task(spec, make_one, env_kwargs)
     vector_class = VECTORIZATIONS[vectorization]
     vector = vector_class([make_one] * num_envs, autoreset_mode=AutoresetMode.DISABLED)

@@ -34,6 +34,7 @@ from torchrl_trudi.envs.mujoco import ModelRandomization, MujocoBatchEnv, regist
 from torchrl_trudi.envs.observation_keys import get_observation_keys
 from torchrl_trudi.envs.observation_norm import RunningObservationNorm
 from torchrl_trudi.envs.quarantine import Quarantine
+from torchrl_trudi.envs.suites.dispatch import make_suite_env, split_name
 
 # A backend makes an environment of batch size [num_envs] whose `next` observations are the true
 # final ones and which resets the rows marked by `_reset`; all else is added here.
@@ -77,18 +78,21 @@ def make_env(
     holds its true final observation, with ``"terminated"`` and ``"truncated"`` apart; TorchRL
     then resets the rows that are done, and no other.
 
-    The MuJoCo tasks run as one :class:`MujocoBatchEnv`, others as vectorised Gymnasium.
+    Gymnasium's MuJoCo tasks run as one :class:`MujocoBatchEnv`, its others as vectorised Gymnasium,
+    and ``"suite/Task"`` by the simulator of that suite (:mod:`torchrl_trudi.envs.suites`).
 
     Transforms, applied once to the whole batch, in this order: the action's map from ``[-1, 1]``
-    (:class:`~torchrl.envs.ActionScaling`, if asked for), with Gymnasium a conversion to float32 (the
-    other backend does it itself), :class:`Quarantine` or :class:`FiniteCheck` (see ``on_nonfinite``),
+    (:class:`~torchrl.envs.ActionScaling`, if asked for), with Gymnasium a conversion to float32
+    (others do it themselves), :class:`Quarantine` or :class:`FiniteCheck` (see ``on_nonfinite``),
     ``"episode_reward"`` in the units of the task (:class:`~torchrl.envs.RewardSum`), ``"step_count"``
     (:class:`~torchrl.envs.StepCounter`), reward scaling, observation normalisation
     (:class:`RunningObservationNorm`).
 
     Args:
         name (str): a task of :class:`MujocoBatchEnv`, or one registered in Gymnasium, with its
-            version. ``"module:Task-v0"`` imports ``module`` first.
+            version. ``"module:Task-v0"`` imports ``module`` first. ``"suite/Task"`` is a task of a
+            suite, such as ``"envpool/G1JoystickFlatTerrain-v1"``; ``python -m
+            torchrl_trudi.envs.suites`` lists them, and ``"gymnasium/Task"`` is ``"Task"``.
         num_envs (int, optional): number of sub-environments. Defaults to ``1``.
 
     Keyword Args:
@@ -120,13 +124,13 @@ def make_env(
         backend (str, optional): ``"mujoco"``, which is :class:`MujocoBatchEnv`,
             ``"gymnasium"``, or ``"auto"``: the former for the tasks it has, the latter for others
             and for options of Gymnasium's renderer, with a warning, and for
-            ``vectorization="async"``.
+            ``vectorization="async"``. A suite of its own takes ``"auto"`` alone.
             Defaults to ``"auto"``.
-        num_threads (int, optional): threads of the physics, of ``"mujoco"`` only. Defaults to
-            ``None``, as many as this process has CPUs.
+        num_threads (int, optional): threads of the physics, of ``"mujoco"`` and EnvPool. Defaults
+            to ``None``, as many as this process has CPUs.
         randomization (Sequence[ModelRandomization], optional): model fields drawn at each reset,
             of ``"mujoco"`` only. Defaults to ``None``, those of the task.
-        vectorization (str, optional): of ``"gymnasium"``: ``"sync"`` steps the sub-environments
+        vectorization (str, optional): of ``"gymnasium"`` and HumanoidBench: ``"sync"`` steps the sub-environments
             one after the other in this process, ``"async"`` in a process each: the calling script
             then needs ``if __name__ == "__main__"``. Defaults to ``"sync"``.
         max_episode_steps (int, optional): truncates episodes after that many steps. Defaults to
@@ -142,7 +146,10 @@ def make_env(
         TransformedEnv: the environment.
 
     Raises:
-        ValueError: if the task is not known, has an action space that is not a bounded Box or an
+        SuiteNotInstalledError: an ``ImportError``; the suite's simulator is not installed. The
+            message says how to install it.
+        SuiteNotSupportedError: a ``NotImplementedError``; this version cannot run that suite.
+        ValueError: if the suite or the task is not known, has an action space that is not a bounded Box or an
             observation that is not a Box or a Dict of Box, or if an argument is out of range or
             not among the accepted names. The message says what is accepted.
         TypeError: if an argument is of the wrong type or is not accepted by the task.
@@ -179,10 +186,32 @@ def make_env(
     _check_norm_arguments(
         normalize_observation, observation_norm, observation_keys, observation_norm_kwargs
     )
-    if backend == "auto":
-        backend = _choose_backend(name, vectorization, env_kwargs)
+    suite, task = split_name(name)
+    if suite == "gymnasium":
+        name = task
+        if backend == "auto":
+            backend = _choose_backend(name, vectorization, env_kwargs)
+    elif backend != "auto":
+        raise ValueError(
+            f"backend={backend!r} is for Gymnasium's tasks; {name} runs on the simulator of its "
+            "suite."
+        )
     base_env: EnvBase
-    if backend == "mujoco":
+    if suite != "gymnasium":
+        if randomization:
+            raise ValueError(f"randomization belongs to backend='mujoco'; {name} has its own.")
+        base_env = make_suite_env(
+            suite,
+            task,
+            num_envs,
+            seed=seed,
+            device=torch.device("cpu" if device is None else device),
+            num_threads=num_threads,
+            vectorization=vectorization,
+            max_episode_steps=max_episode_steps,
+            env_kwargs=env_kwargs,
+        )
+    elif backend == "mujoco":
         if vectorization != "sync":
             raise ValueError(
                 f"vectorization={vectorization!r} belongs to backend='gymnasium'; the simulations "

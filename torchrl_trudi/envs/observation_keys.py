@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from tensordict import NestedKey
 from torchrl.envs import EnvBase
 
 from torchrl_trudi.envs._validation import RESERVED_KEYS
+
+__all__ = ["PRIVILEGED_KEY", "SUCCESS_KEY", "get_observation_keys"]
+
+PRIVILEGED_KEY = "privileged_observation"
+"""Where the environments of a suite put what only a critic may see."""
+
+SUCCESS_KEY = "success"
+"""Where the environments of a suite put whether a row has reached its goal, ``[*B, 1]``."""
 
 
 def get_observation_keys(env: EnvBase) -> list[NestedKey]:
@@ -29,5 +38,13 @@ def get_observation_keys(env: EnvBase) -> list[NestedKey]:
         >>> get_observation_keys(env)
         ['observation']
     """
-    keys = env.observation_spec.keys(True, True)
-    return [key for key in keys if (key if isinstance(key, str) else key[0]) not in RESERVED_KEYS]
+    spec = env.observation_spec
+    taken = set(RESERVED_KEYS)
+    # An observation of that name would be one of numbers.
+    if SUCCESS_KEY in set(spec.keys()) and spec[SUCCESS_KEY].dtype == torch.bool:
+        taken.add(SUCCESS_KEY)
+    return [
+        key
+        for key in spec.keys(True, True)
+        if (key if isinstance(key, str) else key[0]) not in taken
+    ]

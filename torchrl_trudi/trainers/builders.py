@@ -18,6 +18,8 @@ from torchrl_trudi.envs import (
     get_observation_keys,
     make_env,
 )
+from torchrl_trudi.envs.observation_keys import PRIVILEGED_KEY
+from torchrl_trudi.envs.suites import SuiteNotInstalledError, SuiteNotSupportedError
 from torchrl_trudi.modules import (
     ChainActor,
     DiffusionActor,
@@ -67,11 +69,17 @@ def build_env(
         The environment, on the CPU.
 
     Raises:
-        ConfigError: the task does not exist, or refuses an option.
+        ConfigError: the task does not exist, refuses an option, or belongs to a suite that is not
+            installed or not supported.
     """
     try:
         return _make_env(config, num_envs, seed, observation_norm)
-    except (ValueError, TypeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        SuiteNotInstalledError,
+        SuiteNotSupportedError,
+    ) as error:
         # What the environment refuses is an option of the run.
         raise ConfigError(f"env: {error}") from error
 
@@ -109,11 +117,16 @@ def _nested(names: list[str] | None) -> list[NestedKey] | None:
     return None if names is None else [unravel_key(tuple(name.split("/"))) for name in names]
 
 
-def _inputs(env: EnvBase, names: list[str] | None, option: str) -> tuple[list[NestedKey], int]:
-    """Keys of the entries that a network reads, and the sum of their sizes."""
+def _inputs(
+    env: EnvBase, names: list[str] | None, option: str, *, privileged: bool = True
+) -> tuple[list[NestedKey], int]:
+    """Keys of the entries that a network reads, and the sum of their sizes.
+
+    Without ``privileged``, what a suite marks as not for the policy has to be named to be read.
+    """
     spec = env.observation_spec
     entries = {key if isinstance(key, str) else "/".join(key): key for key in spec.keys(True, True)}
-    own = get_observation_keys(env)
+    own = [key for key in get_observation_keys(env) if privileged or key != PRIVILEGED_KEY]
     chosen = [name for name, key in entries.items() if key in own] if names is None else names
     keys, size = [], 0
     for name in chosen:
@@ -152,7 +165,7 @@ def build_actor(
     Raises:
         ConfigError: ``policy.in_keys`` names something that is not a vector of the observation.
     """
-    in_keys, obs_dim = _inputs(env, config.policy.in_keys, "policy.in_keys")
+    in_keys, obs_dim = _inputs(env, config.policy.in_keys, "policy.in_keys", privileged=False)
     return build_actor_from_sizes(config, in_keys, obs_dim, env.action_spec, device)
 
 

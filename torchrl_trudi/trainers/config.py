@@ -82,7 +82,11 @@ CHOICES = {"policy": ("diffusion", "gaussian"), "objective": ("pathwise", "surro
 class EnvConfig:
     """The environment."""
 
-    name: str = option("Humanoid-v5", "Gymnasium id of the environment.")
+    name: str = option(
+        "Humanoid-v5",
+        "Gymnasium id of the environment, or suite/Task (docs/suites.md), such as "
+        "envpool/G1JoystickFlatTerrain-v1.",
+    )
     num_envs: int = option(64, "Environments stepped as one batch.", ge=1)
     normalize_action: bool = option(
         True,
@@ -171,7 +175,7 @@ class PolicyConfig:
     in_keys: list[str] | None = option(
         None,
         "Entries of the observation that the policy reads, for instance [proprio,goal/xy]; "
-        "null takes all.",
+        "null takes all but the privileged_observation of a suite.",
     )
     num_steps: int = option(8, "Denoising steps per action.", ge=1)
     kind: PolicyKind = option(
