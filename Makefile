@@ -17,7 +17,7 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | tr -c 'A-Za-z0-9.' '_')
 
 .DEFAULT_GOAL := help
-.PHONY: help install train report test test-slow lint format typecheck
+.PHONY: help install train report test test-slow suites-envpool lint format typecheck
 
 help: ## show this text
 	@echo "make TARGET [ARGS=...] [PYTHON=$(PYTHON)] [VENV=$(VENV)] [TORCH=$(TORCH)]"
@@ -47,6 +47,11 @@ test: $(STAMP) ## run the tests, without the slow ones
 
 test-slow: $(STAMP) ## run the slow tests
 	$(TEST_ENV) "$(PY)" -m pytest test -m slow $(ARGS)
+
+# The suites in the environments that their simulators need; slow tests too.
+suites-envpool: $(STAMP) ## run the tests of the EnvPool suite, which this installs
+	"$(PY)" -m pip install -e ".[envpool]"
+	$(TEST_ENV) "$(PY)" -m pytest test/envs/suites $(ARGS)
 
 lint: $(STAMP) ## check style and format
 	"$(PY)" -m ruff check .

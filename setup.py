@@ -63,6 +63,8 @@ setup(
         ],
         # ONNX files of policies; acting with one needs numpy and onnxruntime alone.
         "export": ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.5"],
+        # The suites whose requirements agree with the above; of the others docs/suites.md says more.
+        "envpool": ["envpool>=1.2.5"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.5",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,9 @@ from torchrl.envs import check_env_specs
 from torchrl_trudi.envs import get_observation_keys, make_env
 from torchrl_trudi.envs._seeding import first_seed
 from torchrl_trudi.envs.suites import list_tasks
+from torchrl_trudi.record import read_scalars
+from torchrl_trudi.trainers import validate
+from torchrl_trudi.trainers.builders import build_actor, build_critic
 
 LIMIT = 5
 RAW = {"normalize_observation": False}
@@ -158,6 +163,41 @@ def test_listed_sizes(envpool):
 def test_errors(name, options, error, message):
     with pytest.raises(error, match=message):
         make_env(f"envpool/{name}", 2, **options)
+
+
+@pytest.mark.usefixtures("envpool")
+def test_the_policy_does_not_see_what_is_privileged():
+    env = make_env("envpool/Go1Handstand-v1", 2, seed=0)
+    config = validate({"policy": {"hidden_size": 8}, "critic": {"hidden_size": 8}})
+    assert build_actor(config, env).observation_keys == ["observation"]
+    critic = build_critic(config, env)
+    assert {"observation", "privileged_observation"} <= set(critic.in_keys)
+    named = validate({"policy": {"in_keys": ["privileged_observation"]}})
+    assert build_actor(named, env).observation_keys == ["privileged_observation"]
+    env.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("envpool")
+def test_training(tmp_path):
+    """Three iterations of the runner."""
+    script = Path(__file__).parents[3] / "examples" / "trudi_humanoid.py"
+    options = [
+        "env.name=envpool/G1JoystickFlatTerrain-v1",
+        "env.num_envs=8",
+        "env.max_episode_steps=60",
+        "collector.frames_per_batch=512",
+        "collector.total_frames=1536",
+        "optim.num_minibatches=4",
+        "policy.hidden_size=32",
+        "critic.hidden_size=32",
+        "logger.eval_episodes=1",
+    ]
+    command = [sys.executable, str(script), *options, f"logger.dir={tmp_path / 'run'}"]
+    subprocess.run(command, check=True, timeout=300)
+    scalars = read_scalars(tmp_path / "run")
+    for name in ("train/loss_actor", "train/loss_critic", "train/kl", "train/return"):
+        assert np.isfinite(scalars[name][1]).all(), name
 
 
 class FakePool:

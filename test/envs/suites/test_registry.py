@@ -11,7 +11,9 @@ import gymnasium
 import pytest
 
 from torchrl_trudi.envs.suites import SUITES, find_task, get_suite, list_tasks
-from torchrl_trudi.envs.suites.__main__ import main, make_table
+from torchrl_trudi.envs.suites.__main__ import main, make_overrides, make_table
+from torchrl_trudi.trainers import TrainConfig
+from torchrl_trudi.trainers.overrides import find_problems
 
 PAPER = {
     "maniskill": """LiftPegUpright-v1 OpenCabinetDoor-v1 OpenCabinetDrawer-v1 PegInsertionSide-v1
@@ -135,3 +137,41 @@ def test_nothing_is_imported_for_the_table():
 
 def test_rows_are_plain():
     assert json.loads(json.dumps(make_table("envpool"))) == make_table("envpool")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "playground/CheetahRun",
+        "envpool/G1JoystickFlatTerrain-v1",
+        "maniskill/PickCube-v1",
+        "humanoid_bench/h1hand-sit_hard-v0",
+    ],
+)
+def test_overrides_are_options_of_the_runner(name):
+    overrides = make_overrides(name, max_episode_steps=100)
+    assert overrides[0] == f"env.name={name}"
+    assert find_problems(overrides, TrainConfig) == []
+
+
+def test_overrides(capsys):
+    assert main(["--overrides", "humanoid_bench/h1hand-reach-v0"]) == 0
+    words = capsys.readouterr().out.split()
+    assert {"critic.vmin=-2000.0", "critic.vmax=2000.0", "env.num_envs=64"} <= set(words)
+    assert main(["--overrides", "maniskill/PushT-v1", "--max-episode-steps", "100"]) == 0
+    assert "objective.gamma=0.9" in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gymnasium/Ant-v5", "no published settings"),
+        ("humanoid_bench/h1hand-sit-v0", "stands for two tasks"),
+        ("maniskill/PushT-v1", "give max_episode_steps"),
+        ("maniskill/PushL-v1", "Did you mean 'PushT-v1'"),
+    ],
+)
+def test_no_overrides(name, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["--overrides", name])
+    assert message in capsys.readouterr().err

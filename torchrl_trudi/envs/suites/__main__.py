@@ -1,4 +1,4 @@
-"""``python -m torchrl_trudi.envs.suites``: the table of all tasks."""
+"""``python -m torchrl_trudi.envs.suites``: the table of all tasks, or the options of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torchrl_trudi.envs.suites.registry import SUITES, get_suite, list_tasks
+from torchrl_trudi.envs.suites.presets import get_preset
+from torchrl_trudi.envs.suites.registry import (
+    SUITES,
+    find_task,
+    get_suite,
+    list_tasks,
+)
 
-__all__ = ["main", "make_table"]
+__all__ = ["main", "make_overrides", "make_table"]
 
 _COLUMNS = ("suite", "task", "paper", "observation", "action", "preset", "metric")
 
@@ -58,6 +64,36 @@ def make_table(suite: str | None = None) -> list[dict[str, Any]]:
     ]
 
 
+def make_overrides(name: str, max_episode_steps: int | None = None) -> list[str]:
+    """A task and its preset as arguments of ``examples/trudi_humanoid.py``.
+
+    Args:
+        name (str): ``"suite/Task"``.
+        max_episode_steps (int, optional): the limit of the task, where the discount factor depends
+            on it. Defaults to ``None``.
+
+    Returns:
+        list of str: ``"option=value"``, beginning with the task.
+
+    Raises:
+        ValueError: if the task is not in the list, has no preset, stands for several tasks or needs
+            ``max_episode_steps``.
+
+    Examples:
+        >>> from torchrl_trudi.envs.suites.__main__ import make_overrides
+        >>> make_overrides("envpool/G1JoystickFlatTerrain-v1")[:3]
+        ['env.name=envpool/G1JoystickFlatTerrain-v1', 'env.num_envs=1024', 'env.reward_scale=1.0']
+    """
+    task = find_task(name)
+    if task.variants:
+        names = " or ".join(f"{task.suite}/{variant}" for variant in task.variants)
+        raise ValueError(f"{name} stands for two tasks: name {names}.")
+    if task.preset is None:
+        raise ValueError(f"there are no published settings for {name}.")
+    settings = get_preset(task.preset).settings(task.task, max_episode_steps)
+    return [f"env.name={name}", *(f"{key}={value}" for key, value in settings.items())]
+
+
 def _cell(row: dict[str, Any], column: str) -> str:
     value = row[column]
     if column == "paper":
@@ -89,7 +125,7 @@ def _format(table: list[dict[str, Any]], suites: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the table to standard output.
+    """Writes the table, or the options of one task, to standard output.
 
     Args:
         argv (sequence of str, optional): the arguments. Defaults to ``None``, those of the process.
@@ -106,8 +142,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="a JSON list with an object per task")
     parser.add_argument("--suite", metavar="NAME", help=f"only this one of {', '.join(SUITES)}")
+    parser.add_argument(
+        "--overrides",
+        metavar="SUITE/TASK",
+        help="instead, this task and its preset as arguments of examples/trudi_humanoid.py",
+    )
+    parser.add_argument(
+        "--max-episode-steps",
+        type=int,
+        metavar="N",
+        help="with --overrides: the task's limit, which ManiSkill's gamma depends on",
+    )
     arguments = parser.parse_args(argv)
     try:
+        if arguments.overrides is not None:
+            overrides = make_overrides(arguments.overrides, arguments.max_episode_steps)
+            sys.stdout.write(" ".join(overrides) + "\n")
+            return 0
         table = make_table(arguments.suite)
     except ValueError as error:
         parser.error(str(error))
