@@ -30,7 +30,7 @@ $(STAMP): setup.py pyproject.toml
 	@rm -f "$(VENV)"/.installed-*
 	"$(PYTHON)" -m venv "$(VENV)"
 	"$(PY)" -m pip install "$(TORCH)"
-	"$(PY)" -m pip install "$(TORCH)" -e ".[dev,benchmark]"
+	"$(PY)" -m pip install "$(TORCH)" -e ".[dev,benchmark,export]"
 	@touch "$@"
 
 install: $(STAMP) ## make the virtual environment
