@@ -292,7 +292,11 @@ def frames(run) -> list[int]:
 
 class TestExample:
     @pytest.mark.parametrize(
-        "policy", [["policy.num_steps=3"], ["policy.kind=gaussian"]], ids=["diffusion", "gaussian"]
+        "policy",
+        [
+            pytest.param(["policy.num_steps=3"], id="diffusion"),
+            pytest.param(["policy.kind=gaussian"], id="gaussian", marks=pytest.mark.slow),
+        ],
     )
     def test_from_the_command_line(self, policy, tmp_path):
         options = [

@@ -107,7 +107,14 @@ def assert_same(first: Path, second: Path) -> None:
     assert scalars(first) == scalars(second)
 
 
-@pytest.mark.parametrize("arm", ARMS)
+# The other two say the same of one change each.
+SLOW = pytest.mark.slow
+QUICK = {"diffusion-pathwise", "gaussian-surrogate"}
+
+
+@pytest.mark.parametrize(
+    "arm", [pytest.param(arm, marks=() if arm in QUICK else SLOW) for arm in ARMS]
+)
 def test_two_halves_are_the_whole(script, tmp_path, arm):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     script.train(validate(settings(whole, 6, **ARMS[arm])))

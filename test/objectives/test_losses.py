@@ -503,8 +503,6 @@ class PPOBase(LossModuleTestBase):
 class TestTruDiPPOLoss(PPOBase):
     """A diffusion policy with one ratio for the path, and a critic with a number."""
 
-    quick_compile = True
-
 
 class TestTruDiPPOLossPerStep(PPOBase):
     """One ratio for each step, and a critic with a histogram."""

@@ -96,7 +96,7 @@ def test_is_the_published_order():
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("gradient", ["pathwise", "adjoint"])
+@pytest.mark.parametrize("gradient", ["pathwise", pytest.param("adjoint", marks=pytest.mark.slow)])
 def test_compiled_equals_eager_over_20_updates(backend, gradient):
     loss = make_loss(actor_gradient=gradient)
     batches = make_batches(loss, 20)
