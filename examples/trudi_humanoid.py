@@ -233,10 +233,10 @@ def train_rank(config: TrainConfig, ranks) -> Path:
             if config.objective.elbo_coeff > 0:
                 # On fresh chains of the policy as it is now, at some states of this iteration.
                 rows = torch.linspace(0, data.numel() - 1, min(256, data.numel())).long()
-                states = data.select(*actor.observation_keys).reshape(-1)[rows.to(device)]
+                some = data.select(*actor.observation_keys).reshape(-1)[rows.to(device)]
                 with torch.random.fork_rng():
                     torch.manual_seed(config.seed)
-                    gap = surrogate_gap(actor, states.select(*actor.observation_keys)).gap
+                    gap = surrogate_gap(actor, some).gap
                 scalars["eval/surrogate_gap"] = gap.mean().item()
             writer.write(progress["frames"], scalars)
             return scalars

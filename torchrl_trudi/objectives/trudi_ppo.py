@@ -17,7 +17,6 @@ from tensordict import (
 )
 from tensordict.nn import TensorDictModule, dispatch
 from torchrl.objectives import ClipPPOLoss, ValueEstimators
-from torchrl.objectives.ppo import _broadcast_advantage_to_log_weight, _check_advantage_broadcast
 from torchrl.objectives.value import ValueEstimatorBase, VTrace
 
 from torchrl_trudi.modules.chain_model import DenoisingChain
@@ -396,8 +395,8 @@ class TruDiPPOLoss(ActorCriticParameters, ClipPPOLoss):
         log_weight, dist, kl_approx, log_is_weight = self._log_weight(
             tensordict, adv_shape=advantage.shape[:-1]
         )
-        advantage = _broadcast_advantage_to_log_weight(advantage, log_weight)
-        _check_advantage_broadcast(advantage, log_weight)
+        if self.actor_network.event_dims == 1:
+            advantage = advantage.unsqueeze(-2)  # the same for every step
         clipped = log_weight.clamp(*self._clip_bounds)
         clip_fraction = (clipped != log_weight).to(log_weight.dtype).mean()
         acted = log_weight if log_is_weight is None else log_weight + log_is_weight

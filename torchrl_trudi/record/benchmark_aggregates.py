@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import importlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -330,14 +331,12 @@ def _arm_order(arm: str) -> tuple[bool, str]:
 
 def _rliable(module: str) -> Any:
     try:
-        import rliable.library
-        import rliable.metrics
+        return importlib.import_module(f"rliable.{module}")
     except ImportError as error:
         raise ImportError(
             f'aggregates need rliable ({error}): pip install "torchrl_trudi[benchmark]", or in a '
             'checkout pip install -e ".[benchmark]"'
         ) from error
-    return getattr(rliable, module)
 
 
 def _bootstrap(

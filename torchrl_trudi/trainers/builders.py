@@ -235,8 +235,7 @@ def _projected(config: TrainConfig, actor: ChainActor) -> ChainActor:
     if region.mode != "projection":
         return actor
     model = ProjectedModel(actor.module, region.eps, kl=region.kl)
-    record: dict[str, Any] = dict(_record(config))
-    return ChainActor(model, in_keys=actor.observation_keys, spec=actor.spec, **record)
+    return ChainActor(model, in_keys=actor.observation_keys, spec=actor.spec, **_record(config))
 
 
 def _record(config: TrainConfig) -> dict[str, Any]:
