@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import torch
+import trudi_humanoid
 from tensordict import TensorDict
 from torch import nn
 from torchrl.modules import MLP, ValueOperator
@@ -22,8 +20,6 @@ from torchrl_trudi.trainers import builders, validate
 from torchrl_trudi.trainers.distributed import RankError, Ranks
 from torchrl_trudi.trainers.shared_statistics import SharedStatistics
 from torchrl_trudi.trainers.update import TruDiUpdate
-
-SCRIPT = Path(__file__).parents[1] / "examples" / "trudi_humanoid.py"
 
 
 def collectives() -> dict:
@@ -161,9 +157,6 @@ def one_update(kind: str, dtype: torch.dtype) -> dict:
 
 def train(settings: dict) -> dict:
     """A run by the example: what a rank has in the end, and the observations that it counted."""
-    spec = importlib.util.spec_from_file_location("trudi_humanoid_ranks", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     seen, parts = [], {}
     update, build_loss, build_env = RunningMeanVar.update, builders.build_loss, builders.build_env
 
@@ -182,7 +175,7 @@ def train(settings: dict) -> dict:
 
     RunningMeanVar.update, builders.build_loss, builders.build_env = counted, loss, env
     try:
-        run = script.train(validate(settings))
+        run = trudi_humanoid.train(validate(settings))
     finally:
         RunningMeanVar.update, builders.build_loss, builders.build_env = (
             update,

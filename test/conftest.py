@@ -25,3 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     """A test's random numbers depend neither on the order of the tests nor on the day."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def script():
+    """The training script as a module."""
+    import trudi_humanoid
+
+    return trudi_humanoid

@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
-from _rank_workers import SCRIPT, train
+from _rank_workers import train
 from _ranks import free_port, run_ranks
+from _runs import SCRIPT, final_state, words
 
 from torchrl_trudi.record import read_scalars
 
@@ -35,16 +35,6 @@ def settings(run: Path, iterations: int, resume: bool = False) -> dict:
     if resume:
         base["resume"] = str(run)
     return base
-
-
-def final_state(run: Path) -> dict[str, bytes]:
-    newest = max((run / "checkpoints").glob("*.torchrl"))
-    with zipfile.ZipFile(newest) as archive:
-        return {
-            name: archive.read(name)
-            for name in archive.namelist()
-            if name != "manifest.json" and "-progress/" not in name
-        }
 
 
 @pytest.mark.resume
@@ -78,19 +68,14 @@ class Job:
     """``torchrun`` with two processes."""
 
     def __init__(self, run: Path, **more: object) -> None:
-        flat = {
-            f"{section}.{name}": value
-            for section, values in settings(run, 1_000_000).items()
-            if isinstance(values, dict)
-            for name, value in values.items()
-        }
-        words = [f"{key}={value}" for key, value in {**flat, "device": "cpu", **more}.items()]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         launcher += [f"--master-port={free_port()}"]
         self.run = run
         self.log = (run.parent / "log").open("w+b")
         self.process = subprocess.Popen(
-            [*launcher, str(SCRIPT), *words], stdout=self.log, stderr=subprocess.STDOUT
+            [*launcher, str(SCRIPT), *words(settings(run, 1_000_000), **more)],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
         )
 
     def __enter__(self) -> Job:

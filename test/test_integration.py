@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -263,13 +262,10 @@ class TestReproducibility:
         assert all(same(reference, train_from_parts(0, evaluations=True)).values())
 
 
-@pytest.fixture(scope="module")
-def example():
+@pytest.fixture
+def example(script):
     """The example script as a module."""
-    spec = importlib.util.spec_from_file_location("trudi_humanoid", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script
 
 
 def command(*options, cwd):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +12,10 @@ from torchrl_trudi.record import evaluate, read_scalars
 from torchrl_trudi.trainers import validate
 from torchrl_trudi.trainers.builders import build_env
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "trudi_humanoid.py"
-
-
-def load_example():
-    spec = importlib.util.spec_from_file_location("trudi_humanoid", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_inverted_pendulum(seed, tmp_path):
+def test_inverted_pendulum(script, seed, tmp_path):
     """Balances many times longer than random actions do (1000 is the most)."""
     config = validate(
         {
@@ -51,7 +40,7 @@ def test_inverted_pendulum(seed, tmp_path):
     torch.manual_seed(seed)
     random = evaluate(env, RandomPolicy(env.full_action_spec), 20)
     env.close()
-    run = load_example().train(config)
+    run = script.train(config)
     scalars = read_scalars(run)
     final = {
         name: scalars[f"eval/return_{name}"][1][-1] for name in ("deterministic", "stochastic")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import gymnasium
 import mujoco
 import numpy as np
@@ -37,7 +34,6 @@ from torchrl_trudi.trainers import ConfigError, validate
 from torchrl_trudi.trainers import builders as builders_module
 from torchrl_trudi.trainers.builders import build_actor, build_critic, build_env, build_loss
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "trudi_humanoid.py"
 LIMIT = 6
 GYMNASIUM, MUJOCO = "TestPrivileged-v0", "TestPrivilegedHinge-v0"
 PRIVILEGED = {"policy": {"in_keys": ["policy"]}, "critic": {"in_keys": ["privileged", "goal/xy"]}}
@@ -433,14 +429,6 @@ def test_evaluation():
 
 
 # -- whole runs ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("trudi_humanoid_privileged", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(

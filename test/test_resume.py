@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import random
 import signal
@@ -11,10 +10,10 @@ import subprocess
 import sys
 import tarfile
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
+from _runs import SCRIPT, final_state, words
 
 from torchrl_trudi.record import read_scalars
 from torchrl_trudi.trainers import ConfigError, validate
@@ -22,8 +21,6 @@ from torchrl_trudi.trainers.update import TruDiUpdate
 
 pytestmark = pytest.mark.resume
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "trudi_humanoid.py"
 OLD_RUN = Path(__file__).parent / "trainers" / "data" / "run_v1.tar.gz"
 BATCH = 32
 
@@ -41,14 +38,6 @@ ARMS = {
         "critic": {"kind": "mse"},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("trudi_humanoid_resume", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def settings(run: Path, iterations: int, *, resume: bool = False, **sections) -> dict:
@@ -73,17 +62,6 @@ def settings(run: Path, iterations: int, *, resume: bool = False, **sections) ->
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     return base
-
-
-def final_state(run: Path) -> dict[str, bytes]:
-    """Everything that the newest checkpoint holds, but for names, dates and the clock."""
-    newest = max((run / "checkpoints").glob("*.torchrl"))
-    with zipfile.ZipFile(newest) as archive:
-        return {
-            name: archive.read(name)
-            for name in archive.namelist()
-            if name != "manifest.json" and "-progress/" not in name
-        }
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, str]]]:
@@ -172,15 +150,8 @@ def test_at_random_moments(script, monkeypatch, tmp_path):
         _interrupt(script, monkeypatch, tmp_path, call, number)
 
 
-def _start(run: Path, *words: str, **kwargs) -> subprocess.Popen:
-    flat = {
-        f"{section}.{name}": value
-        for section, values in settings(run, 10_000).items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-    }
-    words = (*(f"{key}={value}" for key, value in flat.items()), "device=cpu", *words)
-    command = [sys.executable, str(SCRIPT), *words]
+def _start(run: Path, **kwargs) -> subprocess.Popen:
+    command = [sys.executable, str(SCRIPT), *words(settings(run, 10_000))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,15 +13,12 @@ from torchrl_trudi.record import read_scalars
 from torchrl_trudi.trainers import validate
 
 pytestmark = pytest.mark.faults
-SCRIPT = Path(__file__).parents[2] / "examples" / "trudi_humanoid.py"
 
 
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("trudi_humanoid_faults", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def example(script):
+    """The example script as a module."""
+    return script
 
 
 @pytest.fixture(autouse=True)

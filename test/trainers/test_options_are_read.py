@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
-
-import pytest
 
 from torchrl_trudi.trainers import TrainConfig, validate
 from torchrl_trudi.trainers import builders as builders_module
@@ -29,14 +26,6 @@ ARMS = {
     "gaussian": {"policy": {"kind": "gaussian"}},
     "surrogate": {"objective": {"kind": "surrogate"}, "critic": {"kind": "mse"}},
 }
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("trudi_humanoid_options", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def recording(config: TrainConfig, seen: set[str]) -> TrainConfig:
